@@ -98,9 +98,9 @@ def test_keys_of_another_implementation_are_named(tmp_path):
 def test_blocks_of_several_processes_are_one_leaf(tmp_path):
     """Also where those of a process do not follow one another."""
     whole, pieces = np.arange(48, dtype=np.int16).reshape(8, 6), []
-    for process, rows in enumerate(([0, 2], [3], [1], [])):
-        boxes = {"x": [((2 * i, 0), whole[2 * i : 2 * i + 2]) for i in rows]}
-        pieces += saving.write_packed(tmp_path / f"packed.{process}.bin", boxes).get("x", [])
+    for process, rows in enumerate(([0, 2], [3], [1])):
+        boxes = [("x", (2 * i, 0), whole[2 * i : 2 * i + 2]) for i in rows]
+        pieces += [piece for _, piece in saving.write_packed(tmp_path / f"packed.{process}.bin", boxes)]
     assert len(files_of(tmp_path)) == 3
     leaf = SavedLeaf("x", ("x",), whole.shape, "int16", "replicated", "", pieces=tuple(pieces))
     assert np.array_equal(arrays.read_packed(tmp_path, leaf), whole)

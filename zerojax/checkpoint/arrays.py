@@ -13,7 +13,6 @@ import functools
 import itertools
 import json
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -131,10 +130,8 @@ def begin_copy(node: Chunked, folder: Path) -> list[Future[None]]:
         spec = {"driver": "zarr", "kvstore": store, "metadata": metadata, "dtype": np.dtype(node.dtype).name}
         tensorstore.open(spec, create=True).result()
     files = [folder / name if name else None for name in files_of_shards(node.sharding, node.shape)]
-    for file in files:
-        if file is not None:
-            file.touch()
-            os.truncate(file, math.prod(local) * node.dtype.itemsize)
+    for file in filter(None, files):
+        file.touch()
     return node.store.copy(*node.chunks, functools.partial(write_chunk, files, local, node.chunking))
 
 

@@ -12,13 +12,14 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 import logging
 import math
 import os
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.parse import quote
@@ -61,8 +62,8 @@ DIGESTS = ".digests."
 # Types of JAX that TensorStore cannot write. TensorStore does write int4 and every floating type.
 UNSAVED = frozenset({"int1", "uint1", "int2", "uint2", "uint4"})
 
-# By leaf, the boxes of its storage that this process writes: the index of a box's first element, and its values.
-Boxes = dict[str, list[tuple[tuple[int, ...], np.ndarray]]]
+# A part of a leaf's storage that this process writes: the leaf's name, the index of the first element, and the values.
+Box = tuple[str, tuple[int, ...], np.ndarray]
 
 
 class Save:
@@ -74,7 +75,7 @@ class Save:
         self._keep, self._processes = keep, processes
         self._temporary = root / directory.temporary_name(step)
         self._mark = contextlib.ExitStack()  # unlocks the folder; closing it again does nothing
-        self._pieces: dict[str, list[PackedPiece]] = {}  # the pieces that this process writes
+        self._pieces: list[tuple[str, PackedPiece]] = []  # the pieces that this process writes, by leaf
         # The thread commits only after `begin` has ended. Otherwise an interrupt could meet a finished save.
         self._begun = threading.Event()
         # Not `thread.join`: if Ctrl-C interrupts a join, Python believes that the thread has ended (CPython gh-90882).
@@ -105,13 +106,14 @@ class Save:
         self._temporary = self._temporary.with_name(name)
         by_folder = {one.folder: leaves[one.name].array for one in manifest.leaves if one.folder}
         small = {one.name: leaves[one.name].array for one in manifest.leaves if not one.folder and not one.is_empty}
-        failure, finish, packed = "", None, {}
+        failure, write = "", lambda: None
         try:
             packed = copied(small)
             finish = arrays.write_leaves(self._temporary / ARRAYS, by_folder)
+            write = functools.partial(self._write, packed, finish, data)
         except Exception as error:  # the thread tells the other processes, as it does for its own errors
             failure = in_one_line(error)
-        work = (failure, finish, packed, manifest, data)
+        work = (failure, write, manifest)
         self.thread = threading.Thread(target=self._finish, args=work, name=f"zerojax save of step {self.step}")
         self.thread.start()
 
@@ -120,9 +122,9 @@ class Save:
         if self.error is not None:
             raise self.error
 
-    def _finish(self, failure: str, finish: Callable[[], None], packed: Boxes, manifest: Manifest, data: str) -> None:
+    def _finish(self, failure: str, write: Callable[[], None], manifest: Manifest) -> None:
         try:
-            self._processes.agree("write a checkpoint", failure or attempt(self._write, finish, packed, data))
+            self._processes.agree("write a checkpoint", failure or attempt(write))
             self._processes.agree("digest a checkpoint", attempt(self._digest))
             failure = attempt(self._commit, manifest) if self._processes.is_first else ""
             self._processes.agree("commit a checkpoint", failure)
@@ -137,8 +139,9 @@ class Save:
         self._mark.callback(lock_folder(self._temporary).release)
         (self._temporary / ARRAYS).mkdir()
 
-    def _write(self, finish: Callable[[], None], packed: Boxes, data: str) -> None:
-        self._pieces = write_packed(self._temporary / f"packed.{self._processes.index}.bin", packed)
+    def _write(self, packed: list[Box], finish: Callable[[], None], data: str) -> None:
+        if packed:
+            self._pieces = write_packed(self._temporary / f"packed.{self._processes.index}.bin", packed)
         finish()
         directory.write_synced(self._temporary / data_file(self._processes.index), data)
 
@@ -149,7 +152,7 @@ class Save:
         with ThreadPoolExecutor(8) as pool:
             sums = dict(zip(share, pool.map(lambda name: digest(self._temporary / name), share), strict=True))
         directory.sync_all(self._temporary / name for name in share)
-        pieces = {name: list(map(dataclasses.asdict, ours)) for name, ours in self._pieces.items()}
+        pieces = [(name, dataclasses.asdict(piece)) for name, piece in self._pieces]
         text = json.dumps({"files": sums, "pieces": pieces})
         directory.write_synced(self._temporary / f"{DIGESTS}{self._processes.index}.json", text)
 
@@ -163,8 +166,8 @@ class Save:
             path = self._temporary / f"{DIGESTS}{i}.json"
             digested = json.loads(path.read_text())
             files |= digested["files"]
-            for name, found in digested["pieces"].items():
-                pieces[name] += map(piece_of, found)
+            for name, piece in digested["pieces"]:
+                pieces[name].append(piece_of(piece))
             path.unlink()
         leaves = tuple(dataclasses.replace(leaf, pieces=tuple(pieces[leaf.name])) for leaf in manifest.leaves)
         made = made_by(self._processes.count)
@@ -195,39 +198,34 @@ class Save:
         return CheckpointError(f"Saving step {self.step} to {root} failed: {in_one_line(error)}\n{kept}.")
 
 
-def copied(leaves: Mapping[str, jax.Array | Chunked]) -> Boxes:
-    """Copy this process's part of named leaves to host memory.
+def copied(leaves: Mapping[str, jax.Array | Chunked]) -> list[Box]:
+    """Copy this process's part of named leaves to host memory: whole arrays, or the shards with replica ID 0.
 
-    The chunks of an offloaded leaf are first joined on the devices, one leaf at a time to save device memory.
+    A PRNG key is copied as its key data. The chunks of an offloaded leaf are first joined on the devices, one leaf at a
+    time to save device memory.
     """
     jax.copy_to_host_async([x for x in leaves.values() if not isinstance(x, Chunked)])
-    return {name: copied_boxes(joined(x) if isinstance(x, Chunked) else x) for name, x in leaves.items()}
+    boxes: list[Box] = []
+    for name, x in leaves.items():
+        x = joined(x) if isinstance(x, Chunked) else x
+        x = jax.random.key_data(x) if is_key(x) else x
+        if x.is_fully_addressable:
+            boxes.append((name, (0,) * x.ndim, np.array(x)))
+            continue
+        shards = [shard for shard in x.addressable_shards if shard.replica_id == 0]
+        boxes += [(name, tuple(i.start or 0 for i in shard.index), np.array(shard.data)) for shard in shards]
+    return boxes
 
 
-def copied_boxes(x: jax.Array) -> list[tuple[tuple[int, ...], np.ndarray]]:
-    """Copy an array, or its shards with replica ID 0 in this process, as pairs of first index and values.
-
-    A PRNG key is copied as its key data.
-    """
-    x = jax.random.key_data(x) if is_key(x) else x
-    if x.is_fully_addressable:
-        return [((0,) * x.ndim, np.array(x))]
-    shards = [shard for shard in x.addressable_shards if shard.replica_id == 0]
-    return [(tuple(i.start or 0 for i in shard.index), np.array(shard.data)) for shard in shards]
-
-
-def write_packed(path: Path, packed: Boxes) -> dict[str, list[PackedPiece]]:
-    """Write boxes one after the other into a file, and return each leaf's pieces. Without boxes, write no file."""
-    pieces: dict[str, list[PackedPiece]] = {}
-    if not any(packed.values()):
-        return pieces
+def write_packed(path: Path, boxes: Sequence[Box]) -> list[tuple[str, PackedPiece]]:
+    """Write boxes one after the other into a file. Return their pieces, each with the name of its leaf."""
+    pieces = []
     with path.open("wb") as file:
-        for leaf, boxes in packed.items():
-            for start, values in boxes:
-                raw = values.reshape(-1).view(np.uint8).data
-                piece = PackedPiece(path.name, file.tell(), start, values.shape, hashlib.sha256(raw).hexdigest())
-                pieces.setdefault(leaf, []).append(piece)
-                file.write(raw)
+        for name, start, values in boxes:
+            raw = values.reshape(-1).view(np.uint8).data
+            piece = PackedPiece(path.name, file.tell(), start, values.shape, hashlib.sha256(raw).hexdigest())
+            pieces.append((name, piece))
+            file.write(raw)
     return pieces
 
 
