@@ -16,13 +16,12 @@ import optax
 from zerojax.comm.mesh import auto_context
 from zerojax.config import STAGES, Config
 from zerojax.layout.leaf import is_chunked
-from zerojax.offload.chunked import joined
 from zerojax.offload.options import Offload
-from zerojax.placement.storage import in_logical_shape
 from zerojax.planning.reference import QUANTITIES, Key, Reference, Snapshot, largest, snapshot, wide
 from zerojax.train.arguments import batch_shardings, packed
 from zerojax.train.checked import check_batch
 from zerojax.train.nan_lines import Origin, origins
+from zerojax.train.params import logical_of_stored
 from zerojax.train.state import ZeroState
 from zerojax.train.step import Step
 from zerojax.zero import ZeroTransformation
@@ -286,10 +285,9 @@ def run_sharded(step: Step, params: Any, mutable: Any, batch: Any, args: tuple) 
 
 def kept_gradients(state: ZeroState) -> Any:
     """Return the gradients that the optimizer received, in logical shapes, from the first leaves of `state`."""
-    plan = state.plan
-    arrays = jax.tree.leaves(state.opt_state, is_leaf=is_chunked)[: len(plan.trained.params)]
-    stored = [jnp.asarray(np.asarray(joined(x) if is_chunked(x) else x)) for x in arrays]  # on one device
-    return plan.trained.treedef.unflatten(map(in_logical_shape, stored, plan.state))
+    trained = state.plan.trained
+    stored = jax.tree.leaves(state.opt_state, is_leaf=is_chunked)[: len(trained.params)]
+    return trained.treedef.unflatten(map(logical_of_stored, stored, state.plan.state))
 
 
 def find_nonfinite(reference: Reference, states: Sequence[Any], runs: Mapping[Any, list[Snapshot]]) -> NonFinite | None:
