@@ -60,7 +60,7 @@ AbsentProgram = tuple[Callable[[Any], CompiledStep], int]
 
 
 def program_of_step(step: Step, state: Any, args: tuple, topology: str, usable: int) -> AbsentProgram:
-    """Return the program of `step` for the GPUs of `topology`. The shapes in `state` are resharded for these GPUs.
+    """Return the program of `step` for the GPUs of `topology`. The state is sharded again for these GPUs.
 
     If the step has `memory="auto"`, it is compiled to take at most `usable` bytes per device.
     """
