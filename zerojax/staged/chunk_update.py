@@ -180,14 +180,14 @@ class ChunkGradients:
         """
         self._first, self._share, self._factor = first, share, factor
 
-    def add(self, piece: ChunkId, grad: Array) -> None:
+    def add(self, chunk_id: ChunkId, grad: Array) -> None:
         """Add the gradient of one use of a chunk. After the last use, `write` writes the sum over the uses."""
-        count, total = self._pending.pop(piece, (0, None))
+        count, total = self._pending.pop(chunk_id, (0, None))
         total = grad if total is None else wait_if_simulated(self._mesh, _added(total, grad))
-        if count + 1 < self._expected[piece]:
-            self._pending[piece] = count + 1, total
+        if count + 1 < self._expected[chunk_id]:
+            self._pending[chunk_id] = count + 1, total
         else:
-            self._complete(*self._of[piece[0]], piece[1], total)
+            self._complete(*self._of[chunk_id[0]], chunk_id[1], total)
 
     def end(self) -> None:
         """End a microbatch. If it is the last, write zeros as the gradients of chunks that the loss does not use."""
@@ -258,9 +258,9 @@ class StagedQueue(UpdateQueue):
         """Begin to read a chunk of the state, and of parameters and gradients if there are enough buffers."""
         of = [self._trained[i].param for i in group.reads(PARAM) if i in self._trained]
         of += [self._trained[i].grad for i in group.reads(GRAD) if i in self._trained]
-        pieces = [piece for x in of for piece in _pieces(x, group, n)]
-        fits = len(pieces) * IN_FLIGHT <= READ_AHEAD
-        return super()._begin(group, n), {piece: self._files.read(*piece) for piece in pieces if fits}
+        chunk_ids = [chunk_id for x in of for chunk_id in _chunk_ids(x, group, n)]
+        fits = len(chunk_ids) * IN_FLIGHT <= READ_AHEAD
+        return super()._begin(group, n), {chunk_id: self._files.read(*chunk_id) for chunk_id in chunk_ids if fits}
 
     def _update_on_device(self, chunk: Chunk) -> None:
         (ticket, begun), of, trained = self._fetching.popleft(), chunk.of, self._trained
@@ -287,17 +287,19 @@ class StagedQueue(UpdateQueue):
     def _received(self, of: OnDisk, group: UpdateGroup, n: int, begun: Mapping[Any, Future]) -> Array:
         """Return a parameter or gradient for chunk `n` of a group."""
         found = [
-            self._files.receive(*piece, begun[piece] if piece in begun else self._files.read(*piece), "device")
-            for piece in _pieces(of, group, n)
+            self._files.receive(
+                *chunk_id, begun[chunk_id] if chunk_id in begun else self._files.read(*chunk_id), "device"
+            )
+            for chunk_id in _chunk_ids(of, group, n)
         ]
         return of.joined(found) if group.chunking is None else found[0]
 
     def _write_param(self, of: OnDisk, group: UpdateGroup, n: int, new: Array) -> None:
         chunks = wait_if_simulated(self._streamed.config.mesh, of.split(new) if group.chunking is None else [new])
-        for piece, chunk in zip(_pieces(of, group, n), chunks, strict=True):
-            self._files.write(*piece, chunk)
+        for chunk_id, chunk in zip(_chunk_ids(of, group, n), chunks, strict=True):
+            self._files.write(*chunk_id, chunk)
 
 
-def _pieces(of: OnDisk, group: UpdateGroup, n: int) -> Sequence[tuple[int, int]]:
+def _chunk_ids(of: OnDisk, group: UpdateGroup, n: int) -> Sequence[tuple[int, int]]:
     """Return the chunks to read for chunk `n` of a group. If the group is not chunked, return all chunks."""
-    return of.pieces if group.chunking is None else [(of.index, n)]
+    return of.chunk_ids if group.chunking is None else [(of.index, n)]

@@ -36,7 +36,7 @@ class Reader:
         self._files = files
         self._uses = collections.deque(reads)
         before = [(), *reads]
-        new = [piece for use, last in zip(reads, before, strict=False) for piece in use if piece not in last]
+        new = [chunk_id for use, last in zip(reads, before, strict=False) for chunk_id in use if chunk_id not in last]
         self._ahead = collections.deque(new)
         self._reading: collections.deque[tuple[ChunkId, Future]] = collections.deque()
         self._chunks: dict[ChunkId, Array] = {}
@@ -45,19 +45,19 @@ class Reader:
     def take(self) -> dict[ChunkId, Array]:
         """Return the chunks of the next use."""
         use = self._uses.popleft()
-        self._chunks = {piece: x for piece, x in self._chunks.items() if piece in use}
-        for piece in use:
-            if piece not in self._chunks:
+        self._chunks = {chunk_id: x for chunk_id, x in self._chunks.items() if chunk_id in use}
+        for chunk_id in use:
+            if chunk_id not in self._chunks:
                 found, reading = self._reading.popleft()
-                assert found == piece
-                self._chunks[piece] = self._files.receive(*piece, reading, "device")
+                assert found == chunk_id
+                self._chunks[chunk_id] = self._files.receive(*chunk_id, reading, "device")
                 self._read_ahead()
         return self._chunks
 
     def _read_ahead(self) -> None:
         while self._ahead and len(self._reading) < READ_AHEAD - 1:
-            piece = self._ahead.popleft()
-            self._reading.append((piece, self._files.read(*piece)))
+            chunk_id = self._ahead.popleft()
+            self._reading.append((chunk_id, self._files.read(*chunk_id)))
 
 
 class Microbatch:
@@ -118,8 +118,8 @@ class Microbatch:
         self._sink.write()
         for source, grad in zip(sources, grads, strict=True):
             if grad is not None:
-                for piece, x in wait_if_simulated(self._mesh, source.grad_chunks(grad)).items():
-                    self._sink.add(piece, x)
+                for chunk_id, x in wait_if_simulated(self._mesh, source.grad_chunks(grad)).items():
+                    self._sink.add(chunk_id, x)
 
     def _add(self, key: Any, cotangent: Array | None) -> None:
         if cotangent is not None and key in self._staged.live:

@@ -56,7 +56,7 @@ class OnDisk(ChunkedLayout):
     index: int  # the number of its files; for a parameter, this is its index among all parameters
 
     @property
-    def pieces(self) -> tuple[ChunkId, ...]:
+    def chunk_ids(self) -> tuple[ChunkId, ...]:
         return tuple((self.index, n) for n in range(len(self.chunking.extents)))
 
     def joined(self, chunks: Sequence[Array]) -> Array:

@@ -171,16 +171,16 @@ class ShardSource:
     row: int | None = None
 
     @property
-    def pieces(self) -> tuple[ChunkId, ...]:
-        return self.of.pieces if self.row is None else ((self.of.index, self.row),)
+    def chunk_ids(self) -> tuple[ChunkId, ...]:
+        return self.of.chunk_ids if self.row is None else ((self.of.index, self.row),)
 
     def shard(self, chunks: Mapping[ChunkId, Array]) -> Array:
-        values = [chunks[piece] for piece in self.pieces]
+        values = [chunks[chunk_id] for chunk_id in self.chunk_ids]
         return self.of.joined(values) if self.row is None else values[0]
 
     def grad_chunks(self, grad: Array) -> dict[ChunkId, Array]:
         """Divide the gradient of the shard into gradients of chunks."""
-        return dict(zip(self.pieces, self.of.split(grad) if self.row is None else [grad], strict=True))
+        return dict(zip(self.chunk_ids, self.of.split(grad) if self.row is None else [grad], strict=True))
 
 
 def _row_read(param: ShardedParam, of: OnDisk) -> int | None:
@@ -234,9 +234,9 @@ class StagedProgram:
         passes = ((item, item.stage.passes) for item in self.backward)
         trained = [item.sources[i] for item, of in passes if of is not None for i in of.active_params]
         # The number of gradients that each chunk gets in one backward pass.
-        self.expected = collections.Counter[ChunkId](piece for source in trained for piece in source.pieces)
+        self.expected = collections.Counter[ChunkId](chunk_id for source in trained for chunk_id in source.chunk_ids)
         uses = [*(item.sources for item in self.items), *(item.needed for item in self.backward)]
-        reads = [tuple(dict.fromkeys(piece for source in use for piece in source.pieces)) for use in uses]
+        reads = [tuple(dict.fromkeys(chunk_id for source in use for chunk_id in source.chunk_ids)) for use in uses]
         # The chunks of each execution of a stage that reads chunks, in the order of a forward and a backward pass.
         self.reads = [use for use in reads if use]
 

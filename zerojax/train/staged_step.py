@@ -149,7 +149,7 @@ class PlannedStep:
     def _whole(self, k: int, files: ModelFiles) -> Array:
         """Read a gradient in files onto the devices, in logical shape."""
         grad = self._trained[k].grad
-        stored = grad.joined([files.receive(*piece, files.read(*piece), "device") for piece in grad.pieces])
+        stored = grad.joined([files.receive(*chunk_id, files.read(*chunk_id), "device") for chunk_id in grad.chunk_ids])
         return wait_if_simulated(self._config.mesh, unpadded(stored, grad.leaf).astype(self._plan.grads[k].dtype))
 
     def _staged(self, stored: Mapping[int, Array], inputs: tuple) -> Traced:
