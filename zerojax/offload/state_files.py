@@ -97,6 +97,9 @@ class StateFiles:
             self._copy_all()
         return self._store.read(self._index[k, n])
 
+    def load(self, k: int, n: int) -> Array:
+        return self.receive(k, n, self.read(k, n), "device")
+
     def receive(self, k: int, n: int, reading: Future[tuple[np.ndarray, ...]], kind: str) -> Array:
         """Return the chunk that `read` began to read, as an array in storage shape, in this kind of memory."""
         of = self.leaves[k]
@@ -216,7 +219,7 @@ class LeafFiles:
     def load_chunk(self, version: Any, n: int) -> Array:
         """Load one chunk onto the devices. The files must have this version."""
         self.files.require(version)
-        return self.files.receive(self.k, n, self.files.read(self.k, n), "device")
+        return self.files.load(self.k, n)
 
     def load(self, version: Any) -> list[Array]:
         return [self.load_chunk(version, n) for n in self.chunks]

@@ -14,8 +14,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -32,7 +31,7 @@ from zerojax.optim.partition import UpdateGroup
 from zerojax.optim.traced import CUT, GRAD, PARAM, Equations, equations_behind, producers_of
 from zerojax.optim.update import StreamedInputs
 from zerojax.placement.storage import unpadded
-from zerojax.staged.model_files import READ_AHEAD, ChunkId, ModelFiles, OnDisk, Trained
+from zerojax.staged.model_files import READ_AHEAD, ChunkId, DiskShard, ModelFiles, OnDisk, Trained
 from zerojax.streaming.chunk_programs import update_on_device
 from zerojax.streaming.stores import IN_FLIGHT, StateStore
 from zerojax.streaming.stream import Chunk, StreamedUpdate, UpdateQueue
@@ -223,8 +222,7 @@ class ChunkGradients:
         if self._share is not None or grad.dtype != of.leaf.dtype:
             grad = wait_if_simulated(self._mesh, _scaled(grad, of.leaf.dtype, self._share))
         if not self._first:
-            before = self._files.receive(of.index, n, self._files.read(of.index, n), "device")
-            grad = wait_if_simulated(self._mesh, _added(before, grad))
+            grad = wait_if_simulated(self._mesh, _added(self._files.load(of.index, n), grad))
         if self._factor is None:
             self._ready.append((of.index, n, grad))
         else:
@@ -254,24 +252,27 @@ class StagedQueue(UpdateQueue):
     def _params_of(self, group: UpdateGroup) -> list:
         return [None if i in self._trained else self._inputs.pending.pop(i) for i in group.params]
 
-    def _begin(self, group: UpdateGroup, n: int) -> tuple[Any, Mapping]:
+    def _begin(self, group: UpdateGroup, n: int) -> tuple[Any, dict]:
         """Begin to read a chunk of the state, and of parameters and gradients if there are enough buffers."""
         of = [self._trained[i].param for i in group.reads(PARAM) if i in self._trained]
         of += [self._trained[i].grad for i in group.reads(GRAD) if i in self._trained]
-        chunk_ids = [chunk_id for x in of for chunk_id in _chunk_ids(x, group, n)]
+        chunk_ids = [chunk_id for x in of for chunk_id in _shard(x, group, n).chunk_ids]
         fits = len(chunk_ids) * IN_FLIGHT <= READ_AHEAD
         return super()._begin(group, n), {chunk_id: self._files.read(*chunk_id) for chunk_id in chunk_ids if fits}
 
     def _update_on_device(self, chunk: Chunk) -> None:
         (ticket, begun), of, trained = self._fetching.popleft(), chunk.of, self._trained
         group, inputs = of.group, self._inputs_of(of.group)
-        read = lambda x: self._received(x, group, chunk.n, begun)
-        on_disk = [i for i in group.params if i in trained]
-        new = {i: read(trained[i].param) for i in on_disk}
-        params = [new.get(i, x) for i, x in zip(group.params, of.params, strict=True)]
-        grads = [
-            x if x is not None else read(trained[i].grad) for i, x in zip(group.reads(GRAD), inputs.grads, strict=True)
-        ]
+
+        def read(x: OnDisk) -> Array:
+            shard = _shard(x, group, chunk.n)
+            load = lambda i: self._files.receive(*i, begun.pop(i), "device") if i in begun else self._files.load(*i)
+            return shard.joined({chunk_id: load(chunk_id) for chunk_id in shard.chunk_ids})
+
+        old = zip(group.params, of.params, strict=True)
+        params = [read(trained[i].param) if i in trained else x for i, x in old]
+        resident = zip(group.reads(GRAD), inputs.grads, strict=True)
+        grads = [read(trained[i].grad) if x is None else x for i, x in resident]
         state = self._store.receive(ticket)
         # If the program donated the moments, XLA would first copy them: the parameters are computed later, from both.
         program = self._streamed.program(update_on_device, chunk.key, ())
@@ -279,27 +280,15 @@ class StagedQueue(UpdateQueue):
             self._streamed.config.mesh,
             program(params, state, of.resident, inputs._replace(grads=grads), np.int32(0)),
         )
-        of.params = [None if i in trained else x for i, x in zip(group.params, params, strict=True)]
-        for i, x in zip(group.params, params, strict=True):
-            self._write_param(trained[i].param, group, chunk.n, x) if i in trained else None
+        new = dict(zip(group.params, params, strict=True))
+        of.params = [None if i in trained else x for i, x in new.items()]
+        for i, x in new.items():
+            chunks = _shard(trained[i].param, group, chunk.n).split(x) if i in trained else {}
+            for chunk_id, new_chunk in wait_if_simulated(self._streamed.config.mesh, chunks).items():
+                self._files.write(*chunk_id, new_chunk)
         self._write(chunk, state)
 
-    def _received(self, of: OnDisk, group: UpdateGroup, n: int, begun: Mapping[Any, Future]) -> Array:
-        """Return a parameter or gradient for chunk `n` of a group."""
-        found = [
-            self._files.receive(
-                *chunk_id, begun[chunk_id] if chunk_id in begun else self._files.read(*chunk_id), "device"
-            )
-            for chunk_id in _chunk_ids(of, group, n)
-        ]
-        return of.joined(found) if group.chunking is None else found[0]
 
-    def _write_param(self, of: OnDisk, group: UpdateGroup, n: int, new: Array) -> None:
-        chunks = wait_if_simulated(self._streamed.config.mesh, of.split(new) if group.chunking is None else [new])
-        for chunk_id, chunk in zip(_chunk_ids(of, group, n), chunks, strict=True):
-            self._files.write(*chunk_id, chunk)
-
-
-def _chunk_ids(of: OnDisk, group: UpdateGroup, n: int) -> Sequence[tuple[int, int]]:
-    """Return the chunks to read for chunk `n` of a group. If the group is not chunked, return all chunks."""
-    return of.chunk_ids if group.chunking is None else [(of.index, n)]
+def _shard(of: OnDisk, group: UpdateGroup, n: int) -> DiskShard:
+    """Return what chunk `n` of a group reads of a parameter or gradient: the whole, if the group is not chunked."""
+    return DiskShard(of, None if group.chunking is None else n)

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from zerojax import compat
 from zerojax.comm.mesh import wait_if_simulated
 from zerojax.staged.chunk_update import ChunkGradients
-from zerojax.staged.model_files import READ_AHEAD, ChunkId, ModelFiles
-from zerojax.staged.program import Item, ShardSource, StagedProgram
+from zerojax.staged.model_files import READ_AHEAD, ChunkId, DiskShard, ModelFiles
+from zerojax.staged.program import Item, StagedProgram
 
 if TYPE_CHECKING:
     from jaxtyping import Array
@@ -107,18 +107,18 @@ class Microbatch:
                 jax.block_until_ready(oldest)
         return wait_if_simulated(self._mesh, results)
 
-    def _shards(self, sources: Sequence[ShardSource]) -> list[Array]:
+    def _shards(self, sources: Sequence[DiskShard]) -> list[Array]:
         chunks = self._reader.take() if sources else {}
-        return wait_if_simulated(self._mesh, [source.shard(chunks) for source in sources])
+        return wait_if_simulated(self._mesh, [source.joined(chunks) for source in sources])
 
-    def _add_grads(self, sources: Sequence[ShardSource], grads: Sequence[Array | None]) -> None:
+    def _add_grads(self, sources: Sequence[DiskShard], grads: Sequence[Array | None]) -> None:
         assert self._sink is not None
         # Write the gradients of the previous stage. If Python wrote the gradients of this stage here, it would wait for
         # this stage, and the devices would be idle until the next stage's shards have arrived.
         self._sink.write()
         for source, grad in zip(sources, grads, strict=True):
             if grad is not None:
-                for chunk_id, x in wait_if_simulated(self._mesh, source.grad_chunks(grad)).items():
+                for chunk_id, x in wait_if_simulated(self._mesh, source.split(grad)).items():
                     self._sink.add(chunk_id, x)
 
     def _add(self, key: Any, cotangent: Array | None) -> None:

@@ -55,15 +55,27 @@ class OnDisk(ChunkedLayout):
 
     index: int  # the number of its files; for a parameter, this is its index among all parameters
 
+
+@dataclasses.dataclass(frozen=True)
+class DiskShard:
+    """The shard of a parameter or a gradient on disk, or one chunk of the shard."""
+
+    of: OnDisk
+    n: int | None = None  # the number of the chunk; None: all chunks, joined
+
     @property
     def chunk_ids(self) -> tuple[ChunkId, ...]:
-        return tuple((self.index, n) for n in range(len(self.chunking.extents)))
+        numbers = range(len(self.of.chunking.extents)) if self.n is None else (self.n,)
+        return tuple((self.of.index, n) for n in numbers)
 
-    def joined(self, chunks: Sequence[Array]) -> Array:
-        return jitted(join_chunks, self.sharding, self.leaf, self.chunking)(list(chunks))
+    def joined(self, chunks: Mapping[ChunkId, Array]) -> Array:
+        arrays, of = [chunks[chunk_id] for chunk_id in self.chunk_ids], self.of
+        return jitted(join_chunks, of.sharding, of.leaf, of.chunking)(arrays) if self.n is None else arrays[0]
 
-    def split(self, stored: Array) -> list[Array]:
-        return jitted(split_chunks, self.sharding, self.leaf, self.chunking)(stored)
+    def split(self, stored: Array) -> dict[ChunkId, Array]:
+        of = self.of
+        chunks = jitted(split_chunks, of.sharding, of.leaf, of.chunking)(stored) if self.n is None else [stored]
+        return dict(zip(self.chunk_ids, chunks, strict=True))
 
 
 @dataclasses.dataclass(frozen=True)

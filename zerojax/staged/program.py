@@ -25,7 +25,7 @@ from zerojax.gather.sharded_param import ShardedParam
 from zerojax.gather.vjp import RowStates, traced_passes
 from zerojax.layout.leaf import replace_at
 from zerojax.offload.chunked import MOST_ROWS
-from zerojax.staged.model_files import ChunkId, OnDisk
+from zerojax.staged.model_files import ChunkId, DiskShard, OnDisk
 
 if TYPE_CHECKING:
     from jaxtyping import Array
@@ -162,27 +162,6 @@ def _plain(param: ShardedParam, by_row: bool) -> ShardedParam:
     return dataclasses.replace(param, root=slot, stored=stored, leaf=leaf, slices=slices, layer=None)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class ShardSource:
-    """The origin of a shard that a segment reads."""
-
-    of: OnDisk
-    # the row of dim 0 that is read; the shard then has a dim 0 of length 1; None: all chunks are read and joined
-    row: int | None = None
-
-    @property
-    def chunk_ids(self) -> tuple[ChunkId, ...]:
-        return self.of.chunk_ids if self.row is None else ((self.of.index, self.row),)
-
-    def shard(self, chunks: Mapping[ChunkId, Array]) -> Array:
-        values = [chunks[chunk_id] for chunk_id in self.chunk_ids]
-        return self.of.joined(values) if self.row is None else values[0]
-
-    def grad_chunks(self, grad: Array) -> dict[ChunkId, Array]:
-        """Divide the gradient of the shard into gradients of chunks."""
-        return dict(zip(self.chunk_ids, self.of.split(grad) if self.row is None else [grad], strict=True))
-
-
 def _row_read(param: ShardedParam, of: OnDisk) -> int | None:
     """Return the index on dim 0 if each row is a chunk, and the slices of a parameter select only one. Else None."""
     sliced = len(param.slices) == 2 and param.slices[1].primitive.name in ("squeeze", "reshape")
@@ -204,10 +183,10 @@ class Item:
 
     segment: BlockSegment
     stage: Stage
-    sources: tuple[ShardSource, ...]
+    sources: tuple[DiskShard, ...]
 
     @property
-    def needed(self) -> list[ShardSource]:
+    def needed(self) -> list[DiskShard]:
         return [self.sources[i] for i in self.stage.needed]
 
 
@@ -281,7 +260,7 @@ class StagedProgram:
             segment = BlockSegment(segment.jaxpr, segment.params, segment.others, segment.results)
         assert isinstance(segment, BlockSegment)
         on_disk = [self.variables[param.root] for param in segment.params]
-        sources = tuple(map(ShardSource, on_disk, map(_row_read, segment.params, on_disk)))
+        sources = tuple(map(DiskShard, on_disk, map(_row_read, segment.params, on_disk)))
         results = None
         if not segment.params:
             results = tuple(i for i, key in enumerate(segment.results) if key in self.live)
@@ -293,7 +272,7 @@ class StagedProgram:
         )
         rows = self.program.rows
         others, outs = ([rows.get(v, NOWHERE) for v in variables] for variables in (segment.others, segment.results))
-        by_row = [source.row is not None for source in sources]
+        by_row = [source.n is not None for source in sources]
         stage = self._stage(segment, wanted, RowStates(others, outs, self._options.comm.follower), by_row)
         return Item(segment, stage, sources)
 

@@ -27,7 +27,7 @@ from zerojax.optim.update import ResidentResults, StreamedInputs, check_state
 from zerojax.placement.storage import leaves_of, storage_leaves, unpadded
 from zerojax.staged.chunk_update import ChunkGradients, Reductions, StagedQueue
 from zerojax.staged.microbatch import Microbatch, Reader
-from zerojax.staged.model_files import ModelFiles, OnDisk, files_of, on_disk, trained_on_disk
+from zerojax.staged.model_files import DiskShard, ModelFiles, OnDisk, files_of, on_disk, trained_on_disk
 from zerojax.staged.program import StagedProgram
 from zerojax.streaming.stores import StateStore, store_for
 from zerojax.streaming.stream import StreamedUpdate
@@ -149,7 +149,7 @@ class PlannedStep:
     def _whole(self, k: int, files: ModelFiles) -> Array:
         """Read a gradient in files onto the devices, in logical shape."""
         grad = self._trained[k].grad
-        stored = grad.joined([files.receive(*chunk_id, files.read(*chunk_id), "device") for chunk_id in grad.chunk_ids])
+        stored = (shard := DiskShard(grad)).joined({chunk_id: files.load(*chunk_id) for chunk_id in shard.chunk_ids})
         return wait_if_simulated(self._config.mesh, unpadded(stored, grad.leaf).astype(self._plan.grads[k].dtype))
 
     def _staged(self, stored: Mapping[int, Array], inputs: tuple) -> Traced:
