@@ -34,7 +34,7 @@ Loops:
     scan            makes a scan over layers a segment, and runs its forward pass
     scan_backward   runs its backward pass, a pipeline of four stages
     paired          computes both cotangents of a product of activations next to each other
-    per_layer       moves changes of whole layers into the loop that gathers these layers
+    per_layer       moves a change of a whole stack of layers into the loop that gathers them one by one
     unrolled        unrolls loops over parameters on disk
 
 Values that are computed on shards:

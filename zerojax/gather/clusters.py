@@ -15,10 +15,10 @@ from zerojax.gather.segments import is_plain
 
 
 def only_scales(eqns: Sequence, eqn: Any, is_known: Callable[[Any], bool], final: Collection) -> bool:
-    """Return whether the results of an equation on parameters alone are read only to change weights by element.
+    """Return whether the results of `eqn`, which reads parameters alone, are read only to change weights by element.
 
-    `eqns` are not decided yet. `is_known` says whether a variable is computed from parameters alone. The function
-    returns the variables `final`.
+    `eqns` are the equations after `eqn`. `is_known` says whether a variable is computed from parameters alone. `final`
+    has the results of the loss.
     """
     derived, known = set(eqn.outvars), set()
     scales = False
@@ -58,11 +58,11 @@ def weights_late(jaxpr: Any, params: Collection) -> Any:
 
 
 def reads_together(jaxpr: Any, params: Collection) -> Any:
-    """Move equations that read parameters up to an earlier equation that reads them, so that they share its gather.
+    """Move an equation up to an earlier one that reads the same parameters, so that both share a gather.
 
-    Two views of a batch then pass a network's layers side by side. An equation moves if no other gather comes before
-    it, and if the values that are computed early take at most as many bytes as the parameters, the other operands and
-    the values that wait to be read anyway. `params` are the sharded parameters.
+    For example, two calls of a network on two views of a batch are then computed side by side, layer by layer. An
+    equation moves only if it needs no other gather first, and if the values that are computed early take no more bytes
+    than the parameters, the other operands and the values that wait to be read. `params` are the sharded parameters.
     """
     reads = [jaxprs.variables_in(eqn.invars) for eqn in jaxpr.eqns]
     made = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
@@ -131,7 +131,7 @@ class Joined(NamedTuple):
 
 
 def block_to_join(so_far: Any, eqn: Any, root: Any, place: int) -> Joined | None:
-    """Return the block `place`, which gathers the only parameter of `eqn`, `root`, or None if `eqn` cannot join.
+    """Return the block `place`, which gathers `root`, the only parameter of `eqn`. Return None if `eqn` cannot join.
 
     `so_far` are the `Decisions` so far.
     """

@@ -1,4 +1,4 @@
-"""The entry of the engine. `trace_loss` makes a program that takes shards from a loss of full parameters.
+"""The entry of the engine. `trace_loss` turns a loss of full parameters into a program that takes shards.
 
 `trace_loss` traces the loss, and lets `planner` divide it into segments. `run_forward` runs the segments in order, and
 `run_backward` in reverse, over the residuals of the forward pass. A `GatherScheduler` starts the gathers of later
@@ -37,11 +37,11 @@ def trace_loss(
     """Trace `fn(params, *args)`, which takes a list of parameters, and divide it into segments.
 
     The parameters have the layouts `leaves`, and the arrays or shapes `full`. In global view, `comm.follower` finds
-    which dims of each value hold the rows of the batch. A parameter's gradient is a sum over such a dim, which
-    `Collectives` divides into one partial sum per worker (`comm.partial_sums`). The total is the same for any dim, so a
-    wrong dim costs time and not correctness. `differing` has the indices of `args` that may differ between devices, as
-    the batch does in device view. If it is None, parameters are neither reduced nor quantised on shards. Scans over the
-    parameters `by_row` are unrolled.
+    which dims of each value hold the rows of the batch. A parameter's gradient is a sum over such a dim, and
+    `Collectives` divides this sum into one partial sum per worker (`comm.partial_sums`). The total is the same for any
+    dim, so a wrong dim costs time and not correctness. `differing` has the indices of `args` that may differ between
+    devices, as the batch does in device view. If it is None, parameters are neither reduced nor quantised on shards.
+    Scans over the parameters with indices `by_row` are unrolled.
 
     Returns:
         The program, the arrays among `args`, the arrays that the loss closes over, and the structure of the loss's
@@ -113,11 +113,11 @@ def run_forward(program: Program, args: Sequence, active: Sequence[bool] | None,
 
 
 def gather_groups(segments: Sequence[Segment], limit: int) -> list[int]:
-    """Return the number of each segment's group, if the segments gather in this order.
+    """Divide segments, which gather in this order, into groups. Return the number of the group of each segment.
 
     Consecutive blocks are one group, and share one gather, if together they gather at most `limit` bytes, or no more
-    than the largest of them does, as blocks that read the same parameters. Loops and values that are gathered for
-    several segments are alone in their group.
+    than the largest of them alone (because they read the same parameters). A loop has its own group, and so has a
+    gather for several segments.
     """
     groups: list[int] = []
     held: dict | None = None  # the bytes of what the last group gathers; None if the group takes no more blocks
@@ -162,7 +162,7 @@ def _ends(program: Program) -> list[list]:
 def _tied(
     results: Sequence, indices: Sequence[int], residuals: Any, chosen: Callable[[jax.Array], bool]
 ) -> tuple[list, Any]:
-    """Return `(results, residuals)` after a barrier for the results at `indices` and the `chosen` residuals."""
+    """Return `(results, residuals)`. The results at `indices` and the residuals that are `chosen` pass one barrier."""
     results, (leaves, tree) = list(results), jax.tree.flatten(residuals)
     places = [i for i, x in enumerate(leaves) if chosen(x)]
     waited, (arrays,) = barrier([results[i] for i in indices], [leaves[i] for i in places])
@@ -173,7 +173,7 @@ def _tied(
 
 
 def weights_of(program: Program) -> set:
-    """Return what segments compute from parameters alone, such as slices. Cotangents of it may stay partial sums."""
+    """Return the variables that segments compute from parameters alone. Their cotangents may stay partial sums."""
     has_none = lambda v: (rows := program.rows.get(v, NOWHERE)) is not None and not rows.places
     found: set = set()
     for segment in program.segments if program.rows else ():

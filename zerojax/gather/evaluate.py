@@ -1,6 +1,6 @@
 """Evaluate a jaxpr on parameters that were gathered in a narrower type than the jaxpr expects.
 
-`planner` asks `demanded` for the type in which each use casts its parameter, and `orders` for the order of dims in
+`planner` asks `demanded` for the type to which each use casts its parameter, and `orders` for the order of dims in
 which each use computes the parameter's gradient. Segments and scans call `evaluate_gathered`.
 
 A model may keep float32 parameters and compute in bfloat16. It then casts each parameter somewhere in a layer, often
@@ -85,7 +85,7 @@ def demanded(jaxpr, variables: Sequence) -> list[np.dtype | None]:
 
 
 def _demands(var, uses: dict, results: frozenset) -> set[np.dtype | None]:
-    """Return the narrower types to which the uses of `var` cast it, with None for any other use of `var`."""
+    """Return the narrower types to which the uses of `var` cast it. The set has None if a use does not cast `var`."""
     types: set[np.dtype | None] = {None} if var in results else set()
     for eqn, index in uses.get(var, ()):
         name = compat.name_of(eqn)
@@ -103,7 +103,7 @@ def _demands(var, uses: dict, results: frozenset) -> set[np.dtype | None]:
 
 
 def _body(eqn, index: int):
-    """Return the jaxpr inside `eqn` if its argument number `index` is the operand number `index` of `eqn`, or None."""
+    """Return the jaxpr inside `eqn` if the argument `index` of this jaxpr is the operand `index` of `eqn`, or None."""
     if (loop := compat.loop_of(eqn)) is not None:
         carried = loop.consts <= index < loop.consts + loop.carry
         return None if carried else compat.opened(loop.body)[0]

@@ -56,8 +56,8 @@ class GatherScheduler:
     and returns the parameters of this use. The segment computes. `finish` delays its results until the gathers for the
     next use are done. Then `engine` updates `position` and `frontier`.
 
-    An anchor is a list of arrays that a gather waits for. The shards pass a barrier with the anchor. The segment must
-    read the anchor that the barrier returns. XLA drops an array from a barrier if no equation reads it afterwards.
+    An anchor is a list of arrays that a gather waits for: the shards pass a barrier with the anchor. The segment must
+    read the arrays that the barrier returns, because XLA drops an array from a barrier if nothing reads its result.
     """
 
     env: MutableMapping  # values of the program's variables
@@ -68,7 +68,7 @@ class GatherScheduler:
     arguments: Collection  # the program's arguments, and the scales of quantised weights
     rows: Mapping[Any, RowDims]  # for each variable of the program, which dims hold the rows of the batch
     position: int = 0  # the use that runs now
-    frontier: Sequence = ()  # variables that depend on the use before it, and that a later segment still reads
+    frontier: Sequence = ()  # variables that depend on the previous use, and that a later segment still reads
     _next: int = 0
     _gathered: dict[int, list] = dataclasses.field(default_factory=dict)
 
@@ -91,12 +91,12 @@ class GatherScheduler:
     ) -> list[list[jax.Array]]:
         """Start the gathers that may run during this segment. Return the anchors, as the barrier returns them.
 
-        `rows` are of the arrays of the first anchor. If `ahead`, the gathers of the next `prefetch` groups start, too;
-        a loop starts them during its last iteration instead.
+        `rows` has the row dims of the first anchor's arrays. With `ahead`, the gathers of the next `prefetch` groups
+        start, too. A loop that gathers layers leaves that to its last iteration.
 
-        `beside` is given only to a segment on an independent branch, which does not depend on the previous segment that
-        gathered. It maps variables to values. The gathers then also wait for one variable of the `frontier`, and
-        `beside` gets this variable's value after the barrier. The segment itself does not wait for it.
+        `beside` is given only for a segment on an independent branch, which does not depend on the previous segment
+        that gathered. It maps variables to values. The gathers then also wait for one variable of the `frontier`, and
+        `beside` gets the value that the barrier returns for this variable. The segment itself does not wait.
         """
         due, last = [], self.groups[self.position] + ahead * self.options.prefetch
         for use in range(self._next, bisect.bisect_right(self.groups, last)):
@@ -167,13 +167,13 @@ class GatherScheduler:
 def reduce_scattered(
     comm: Collectives, grads: Sequence[jax.Array], params: Sequence[ShardedParam], *, exposed: bool = False
 ) -> list[jax.Array]:
-    """Reduce-scatter gradients whose dims are in the `order` of their parameter; see `Collectives`."""
+    """Reduce-scatter gradients with their dims in `ShardedParam.order`. Return shards in the parameter's order."""
     shards = comm.reduce_scatter(grads, [param.grad_leaf for param in params], exposed=exposed)
     return [param.from_order(shard) for param, shard in zip(params, shards, strict=True)]
 
 
 class GradState(enum.Enum):
-    """The last step that a gradient has gone through. A gradient that needs no reduction here is `REDUCED`."""
+    """The last step that a gradient has gone through. A gradient that needs no reduction is `REDUCED` at once."""
 
     COMPUTED = enum.auto()
     SCATTERED = enum.auto()
@@ -184,9 +184,9 @@ class GradState(enum.Enum):
 class PendingGrad:
     """A gradient that is not accumulated yet."""
 
-    # The `ShardedParam`, or the variable of an argument, whose gradient is `REDUCED` from the beginning.
+    # The `ShardedParam` whose gradient this is, or the variable of another argument, which needs no reduction.
     key: Any
-    value: jax.Array  # the full gradient if it is `COMPUTED`, or if `key` is a variable; else that of the shard
+    value: jax.Array  # the full gradient if it is `COMPUTED`, or if `key` is a variable; else the shard's gradient
     state: GradState
     stack: int | None = None  # the number of the scan's stack (`add_stack`), if the gradient is one layer of it
 
@@ -202,9 +202,9 @@ class GradScheduler:
 
     env: Mapping  # values of the program's variables
     options: Options
-    arguments: Collection  # their gradients also wait in the queue
-    # Variables whose cotangents may stay partial sums: those of arguments until the pass ends, and those of what is
-    # computed from parameters alone until they are gradients of parameters.
+    arguments: Collection  # the program's arguments; their gradients also wait in the queue
+    # Variables whose cotangents may stay partial sums: arguments, until the pass ends, and values that are computed
+    # from parameters alone, until their cotangents have become gradients of the parameters.
     summed_later: Set
     # The accumulated cotangents, by variable. For a sharded parameter, the gradient of the shard.
     cotangents: dict = dataclasses.field(default_factory=dict)
@@ -221,9 +221,9 @@ class GradScheduler:
 
     @jax.named_scope(names.SHARDS)
     def settle(self, due: Sequence[jax.Array], *, flush: bool = False) -> None:
-        """Take the gradients that `due` returned, after a barrier. Accumulate the reduced ones, and reduce the others.
+        """Take the arrays of `self.due` after they have passed a barrier, and move each gradient on by one step.
 
-        If `flush` is true, gradients do not wait for the rest of their group.
+        Reduced gradients are accumulated. If `flush` is true, gradients do not wait for the rest of their group.
         """
         queue = [dataclasses.replace(pending, value=x) for pending, x in zip(self._queue, due, strict=True)]
         for pending in queue:
@@ -248,7 +248,7 @@ class GradScheduler:
                 self.add_input(var, cotangent)
 
     def add_input(self, var: Any, cotangent: jax.Array) -> None:
-        """Add the cotangent of a segment's input. It is summed over the workers unless it is among `summed_later`."""
+        """Add the cotangent of a segment's input. Partial sums are added up first, unless `summed_later` has `var`."""
         partial = var not in self.summed_later and cotangent.ndim > var.aval.ndim
         self.add(var, cotangent.sum(0) if partial else cotangent)
 
@@ -265,8 +265,8 @@ class GradScheduler:
         """Add the gradients of one block's gathered parameters. They are not summed over devices yet.
 
         `exposed` says that no later block of this pass can hide the reduction. `stacks` maps the key of a scan's layer
-        to the number that `add_stack` returned for its stack. `waits` says that a later block of the group runs,
-        with whose gradients these are reduced.
+        to the number that `add_stack` returned for its stack. `waits` says that these gradients are reduced together
+        with those of a later block of the same group.
         """
         totals: dict[tuple, tuple[ShardedParam, jax.Array]] = {}
         for param, grad in zip(params, grads, strict=True):
@@ -287,9 +287,9 @@ class GradScheduler:
         self._queue += computed
 
     def _with_waiting(self, new: PendingGrad) -> PendingGrad:
-        """Add the gradient of an earlier block of the group to a new one, if both are of one gathered parameter.
+        """Add the waiting gradient of an earlier block of the group to `new`, if both are of one gathered parameter.
 
-        The sum passes the next block's barrier, so that not each block's gradient is in memory until the group ends.
+        Only this sum, which passes the next block's barrier, is then in memory until the group ends.
         """
         for i, earlier in enumerate(self._waiting):
             if earlier.key.key == new.key.key and earlier.stack == new.stack:
@@ -299,12 +299,12 @@ class GradScheduler:
         return new
 
     def add_scattered(self, params: Sequence[ShardedParam], shards: Sequence, stacks: Sequence[int]) -> None:
-        """Add shards of a scan's layers that must be reduced across groups. `stacks` are numbers from `add_stack`."""
+        """Add layers' gradient shards that must be reduced across groups. `stacks` are numbers from `add_stack`."""
         triples = zip(params, shards, stacks, strict=True)
         self._queue += [PendingGrad(param, shard, GradState.SCATTERED, stack) for param, shard, stack in triples]
 
     def add_stack(self, param: ShardedParam, stack: jax.Array) -> int:
-        """Add the gradients of a scan's stack, and return the number by which missing layers are added to it later."""
+        """Add the gradients of a scan's stack, and return its number, by which missing layers can be added later."""
         self._stacks.append((param, stack))
         return len(self._stacks) - 1
 
