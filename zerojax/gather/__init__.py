@@ -1,7 +1,13 @@
-"""The engine of stage 3 gathers each parameter where it is used, and reduce-scatters its gradient.
+"""The engine of stage 3 gathers each parameter where the loss uses it, and reduce-scatters its gradient.
 
-The engine traces the loss, divides its equations into segments, and runs the segments forward and backward. Around each
-segment it gathers the segment's parameters.
+`train.gradients` lets the engine trace a loss to a `Program`, and then runs the program forward and backward. A program
+is a list of segments. A segment has equations of the loss that run together on the same gathered parameters. The loss
+
+    jnp.mean((jnp.tanh(x @ w1) @ w2 - y) ** 2)
+
+has four segments: `x @ w1`, `tanh`, the product with `w2`, and the mean. The two segments that gather are blocks. The
+first block hides the gather of `w2`, which starts together with it. After a block, its parameters are dropped. The
+backward pass runs the segments in reverse, and gathers the parameters that it reads again.
 
 The engine runs in two views. In device view, a value is one device's part of an array. In global view, the default, a
 value is a global array, which the compiler divides over the devices. The engine calls the same methods of `Collectives`
@@ -12,48 +18,44 @@ view, where a gradient that is not reduced yet may have one more dim in front: `
 per worker. With hybrid sharding, a reduce-scattered gradient may have `(groups, *shape)` in the same way. In device
 view, no gradient has this dim.
 
-Read docs/engine.md first. Then read the files in this order.
+Read docs/engine.md first, and then these files, in this order. A loss like the one above needs no other file.
 
-A loss becomes a program:
-    engine          `trace_loss` makes the program, which `run_forward` and `run_backward` run
     planner         turns the jaxpr of the loss into a `Program`, and lists the optional passes
-    sharded_param   describes a parameter's shard, and what is applied to it before the gather
     rules           has the table of rules that decides about each equation
-    segments        defines `Program` and the kinds of segments (read only the classes' docstrings now)
-
-A program runs:
+    engine          `trace_loss` makes a program, and `run_forward` and `run_backward` run it
+    vjp             makes the forward and backward pass of one segment, and chooses the residuals to store
+    segments        defines `Program` and the kinds of segments
+    sharded_param   describes what one use of a parameter gathers
     schedule        decides when each gather starts, and when each gradient is reduced
-    vjp             makes the two passes of a segment, and chooses the residuals to store
-    segments        (the methods)
-    evaluate        runs equations on parameters that were gathered in a narrower type
+    evaluate        evaluates equations on parameters that were gathered in a narrower type
 
-The remaining modules are imported when a loss needs them.
+The other files are imported when a loss needs them. Read each group in its order.
 
-Loops:
+Loops over layers:
     loop            sorts the operands of a scan over layers, and gathers for one iteration
     scan            makes a scan over layers a segment, and runs its forward pass
     scan_backward   runs its backward pass, a pipeline of four stages
     paired          computes both cotangents of a product of activations next to each other
-    per_layer       moves a change of a whole stack of layers into the loop that gathers them one by one
     unrolled        unrolls loops over parameters on disk
 
-Values that are computed on shards:
+Values that are computed on a shard, or on one layer of a stack:
+    sliced          slices the shard of a parameter, or changes its layout, before the gather
+    parts           finds values that can be computed on one device's part of an array, or on one layer
+    on_parts        computes them
+    reduced         computes reductions of parameters, such as penalties and norms, on shards
+    shardwise       computes quantised weights on shards, and differentiates them
     narrow          finds quantised weights, and moves their computation to the start of the loss
     unread          opens functions with a custom derivative that read a parameter only to quantise it
-    shardwise       computes quantised weights on shards, and differentiates them
-    parts           finds values that can be computed on one device's part of an array, or on a layer
-    on_parts        computes them
-    reduced         finds reductions of parameters, such as penalties and norms, and computes them on shards
+    per_layer       moves a change of a whole stack of layers into the loop that gathers them one by one
 
-Equations that share something:
-    clusters        finds the equations that share a gather with an earlier use of their parameter
+Work that is shared:
+    clusters        finds equations that share a gather with an earlier use of their parameter
     merged          merges equations that compute the same value
     equal           lets equal segments share their passes, and keeps the names of each
-    known_parts     divides each `shard_map` into what it computes from parameters alone, and the rest
 
-Around the engine:
-    on_use          `gather_on_use` returns the program as a function that JAX differentiates
-    sliced          slices a parameter's shard, or changes its layout, before the gather
+Around these:
+    known_parts     divides a `shard_map` into what it computes from parameters alone, and the rest
+    on_use          makes a program a function that JAX differentiates, for evaluation
     working_set     counts how much is gathered at a time, for `check` and `estimate`
     tiled           `block` marks a layer; `tiled` runs a loop over tiles of a sequence as one block
 """

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from zerojax import compat, jaxprs, primitives, signatures
-from zerojax.gather.parts import both_passes, with_derivative_of
+from zerojax.gather.parts import both_passes
 
 
 def merged(jaxpr: Any, params: Collection) -> Any:
@@ -101,12 +101,21 @@ class _Numbers:
         return numbers
 
 
+@jax.custom_jvp
+def _valued(value: jax.Array, computed: jax.Array) -> jax.Array:
+    """Return `value`, which is equal to `computed`, with the derivative of `computed`."""
+    return value
+
+
+_valued.defjvp(lambda primals, tangents: (primals[0], tangents[1]))
+
+
 def _with_value(eqn: Any, value: Any) -> list:
     """Return equations with the result and the derivative of `eqn`. They read the result from the variable `value`."""
 
     @jax.jit
     def product(value, *operands):
-        return with_derivative_of(value, *compat.evaluate_one(eqn, operands))
+        return _valued(value, *compat.evaluate_one(eqn, operands))
 
     def both(value, *operands):
         return product(jax.lax.stop_gradient(value), *operands)
@@ -131,12 +140,11 @@ def _pulled(eqn: Any) -> Any:
         return jaxprs.inline_calls(*compat.opened(body), *values) if body else compat.evaluate_one(eqn, values)
 
     try:
-        closed = both_passes(run, eqn.invars, moving, active)
+        closed = both_passes(run, eqn.invars, moving, active, results="none")
     except Exception:  # The user's rule failed, or the equation has no derivative.
         return None
     jaxpr, consts = compat.opened(closed)
     # A rule often calls its function once more, for a result that the derivative does not read.
-    jaxpr = jaxpr.replace(outvars=jaxpr.outvars[len(active) :])
     return signatures.signature(jaxpr.replace(eqns=jaxprs.alive(jaxpr))), tuple(map(id, consts))
 
 

@@ -35,8 +35,10 @@ class Request(NamedTuple):
     targets: list
     widened: Callable[[Sequence, Sequence], Sequence] = lambda args, values: values
 
-    def bind(self, values: Sequence) -> list:
-        return shardwise_p.bind(*(values[i] for i in self.operands), of=self.of)
+    def bind(self, values: Sequence, constants: int = 0) -> list:
+        """Add a `shardwise` equation. `values` has the jaxpr's arguments, of which the last are `constants`."""
+        fixed = frozenset(k for k, i in enumerate(self.operands) if i >= len(values) - constants)
+        return shardwise_p.bind(*(values[i] for i in self.operands), of=dataclasses.replace(self.of, fixed=fixed))
 
 
 def hoisted(jaxpr: Any, leaves: Sequence[Leaf | None], alike: Sequence[bool], constants: int) -> tuple[Any, Sequence]:
@@ -56,10 +58,7 @@ def hoisted(jaxpr: Any, leaves: Sequence[Leaf | None], alike: Sequence[bool], co
         return jaxpr, ()
 
     def run(*args):
-        first = len(args) - constants
-        fixed = (frozenset(k for k, i in enumerate(r.operands) if i >= first) for r in requests)
-        of = (dataclasses.replace(r.of, fixed=indices) for r, indices in zip(requests, fixed, strict=True))
-        values = [x for r, of in zip(requests, of, strict=True) for x in r._replace(of=of).bind(args)]
+        values = [x for request in requests for x in request.bind(args, constants)]
         return jaxprs.run(*compat.opened(closed), *args, *values)
 
     new, consts = compat.opened(jax.make_jaxpr(run)(*(v.aval for v in jaxpr.invars)))
@@ -251,8 +250,7 @@ def _request(jaxpr: Any, consts: Sequence, target: Any, given: Mapping) -> Reque
 
         return traced(run)
 
-    of = dataclasses.replace(of, head=behind(of.head), full=behind(of.full), fixed=frozenset())
-    return Request(operands, of, wanted)
+    return Request(operands, dataclasses.replace(of, head=behind(of.head), full=behind(of.full)), wanted)
 
 
 def _with_tail(full: Any, operands: tuple[int, ...], targets: list, given: Sequence[int | None]) -> Request | None:

@@ -52,13 +52,9 @@ def part(jaxpr: Any, consts: Sequence, inputs: Sequence, wanted: Sequence) -> Ca
     return lambda *args: jaxprs.run(needed, (), *jaxprs.as_jax_values(consts), *args)
 
 
-def without_calls(closed: Any, first: int = 0) -> Any:
-    """Return a closed jaxpr in which all calls are inlined, including calls of functions with a custom derivative.
-
-    The results before the index `first` are left out.
-    """
+def without_calls(closed: Any) -> Any:
+    """Inline all calls in a closed jaxpr, including calls of functions with a custom derivative."""
     jaxpr, consts = compat.opened(closed)
-    jaxpr = jaxpr.replace(outvars=jaxpr.outvars[first:])
 
     def rule(eqn, values):
         if eqn.primitive.name == "reshard":  # JAX adds `reshard` to cotangents. In a `shard_map` it changes nothing.
@@ -70,13 +66,17 @@ def without_calls(closed: Any, first: int = 0) -> Any:
     return jax.make_jaxpr(lambda *args: jaxprs.evaluate(jaxpr, consts, args, rule))(*map(bare, jaxpr.invars))
 
 
-@jax.custom_jvp
-def with_derivative_of(value: jax.Array, other: jax.Array) -> jax.Array:
-    """Return `value` with the derivative of `other`, which has the same shape and type."""
+@jax.custom_vjp
+def with_cotangent_of(value: jax.Array, carrier: jax.Array) -> jax.Array:
+    """Return `value`. In the backward pass, `carrier`, which has the same shape and type, gets the cotangent.
+
+    `value` gets zeros. A `jax.custom_jvp` would give it no cotangent, and JAX would leave out the backward pass of a
+    quantiser that computed `value`, which may return new scales.
+    """
     return value
 
 
-with_derivative_of.defjvp(lambda primals, tangents: (primals[0], tangents[1]))
+with_cotangent_of.defvjp(lambda value, carrier: (value, None), lambda _, cotangent: (None, cotangent))
 
 
 def dims_of(
@@ -144,12 +144,13 @@ def _is_product_of_shards(eqn: Any) -> bool:
     return not batch and (is_inner or any(not atom.aval.shape for atom in eqn.invars))
 
 
-def both_passes(run: Callable, atoms: Sequence, moving: Sequence[int], active: Mapping, *, others: bool = False) -> Any:
+def both_passes(run: Callable, atoms: Sequence, moving: Sequence[int], active: Mapping, results: str = "active") -> Any:
     """Return the closed jaxpr of a function `run(values)` and its derivative.
 
-    The jaxpr is `(*operands, *cotangents) -> (*active results, *other results, *cotangents of the operands `moving`)`,
-    where the other results need `others`. `run` returns None for a result that is dropped. `atoms` have the types of
-    the operands. `active` maps the indices of the results that have cotangents to variables of their types.
+    The jaxpr is `(*operands, *cotangents) -> (*results, *cotangents of the operands `moving`)`. `atoms` have the types
+    of the operands. `active` maps the indices of the results that have cotangents to variables of their types. The
+    jaxpr returns these results, or with `results="none"` no result, or with "all" also the others, after these. `run`
+    returns None for a result that is dropped.
     """
 
     def both(*args):
@@ -157,10 +158,11 @@ def both_passes(run: Callable, atoms: Sequence, moving: Sequence[int], active: M
 
         def of_moving(*some):
             found = run(replace_items(values, moving, some))
-            return [found[k] for k in active], [x for k, x in enumerate(found) if others and k not in active]
+            return [found[k] for k in active], [x for k, x in enumerate(found) if k not in active]
 
-        found, pull, rest = jax.vjp(of_moving, *(values[i] for i in moving), has_aux=True)
-        return *found, *jax.tree.leaves(rest), *pull(list(args[len(atoms) :]))
+        found, pull, others = jax.vjp(of_moving, *(values[i] for i in moving), has_aux=True)
+        returned = {"none": [], "active": found, "all": [*found, *jax.tree.leaves(others)]}[results]
+        return *returned, *pull(list(args[len(atoms) :]))
 
     return jax.make_jaxpr(both)(*map(bare, [*atoms, *active.values()]))
 

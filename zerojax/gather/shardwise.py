@@ -26,7 +26,7 @@ from jax.extend.core import Primitive
 from zerojax import compat, jaxprs
 from zerojax.comm.collectives import Collectives
 from zerojax.gather.on_parts import Division, Split, evaluate_on_shards, splits_of
-from zerojax.gather.parts import bare, both_passes, result_dims, with_derivative_of, without_calls
+from zerojax.gather.parts import bare, both_passes, result_dims, with_cotangent_of, without_calls
 from zerojax.gather.sharded_param import ShardedParam
 from zerojax.layout.leaf import Leaf
 from zerojax.primitives import SHARDWISE, WIDEN
@@ -63,7 +63,7 @@ def evaluate_widen(eqn: Any, z: jax.Array, others: Sequence) -> list:
     """Evaluate a `widen` equation. `z` has the type in which it was gathered, or that of `y` to get a cotangent."""
     tail, consts = compat.opened(eqn.params["tail"])
     (value,) = jaxprs.run(tail, consts, z.astype(eqn.params["dtype"]), *others)
-    return [value if z.dtype == eqn.params["dtype"] else with_derivative_of(value, z)]
+    return [value if z.dtype == eqn.params["dtype"] else with_cotangent_of(value, z)]
 
 
 @jax.custom_jvp
@@ -141,10 +141,9 @@ class Shardwise:
 
         The cotangent is that of the weight. The results are the cotangents of the operands `_moving`.
         """
-        full, moving, weight = compat.opened(self.eqn.params["of"].full), self._moving, {0: self.eqn.outvars[0]}
-        return without_calls(
-            both_passes(lambda values: jaxprs.run(*full, *values), self.eqn.invars, moving, weight), first=1
-        )
+        full, weight = compat.opened(self.eqn.params["of"].full), {0: self.eqn.outvars[0]}
+        run = lambda values: jaxprs.run(*full, *values)
+        return without_calls(both_passes(run, self.eqn.invars, self._moving, weight, results="none"))
 
     @functools.cached_property
     def _splits(self) -> list[Split | None]:

@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 
 from zerojax import compat, jaxprs
-from zerojax.gather.parts import both_passes, dims_of, part, with_derivative_of, without_calls
+from zerojax.gather.parts import both_passes, dims_of, part, with_cotangent_of, without_calls
 
 
 def is_small(v: Any, var: Any) -> bool:
@@ -63,10 +63,8 @@ class _Call:
         self.active = [k for k in kept if differentiable(eqn.outvars[k])]  # they have cotangents
         self.order = [*self.active, *(k for k in kept if k not in self.active)]  # of the results in `passes`
         run, active = functools.partial(compat.evaluate_one, eqn), {k: eqn.outvars[k] for k in self.active}
-        # `(*operands, *cotangents) -> (*results, *cotangents of the operands)`
-        self.passes, self.consts = compat.opened(
-            without_calls(both_passes(run, eqn.invars, self.moving, active, others=True))
-        )
+        passes = both_passes(run, eqn.invars, self.moving, active, results="all")
+        self.passes, self.consts = compat.opened(without_calls(passes))
         count, first = len(eqn.invars), len(self.order)
         self.operands, self.cotangents = list(self.passes.invars[:count]), list(self.passes.invars[count:])
         self.results = list(self.passes.outvars[:first])
@@ -139,7 +137,7 @@ class _Call:
             return (pulled[i], *[None] * len(scales), *(pulled.get(k) for k in others))
 
         product.defvjp(both, backward_pass)
-        weight = with_derivative_of(copy.astype(values[i].dtype), values[i])
+        weight = with_cotangent_of(copy.astype(values[i].dtype), values[i])
         scales = [lax.stop_gradient(x) for x in scales]
         found = product(weight, *scales, *(values[k] for k in others))
         by_place = dict(zip(self.order, found, strict=True))

@@ -133,11 +133,7 @@ def microbatch_gradients(view: View, given: LossInputs, scale: Array):
 
 
 def trace_view(view: View, given: LossInputs) -> tuple[Program, list, Options, Any]:
-    """Trace the loss as a program that takes shards of the parameters.
-
-    Returns:
-        The program, the values of its arguments, the options of its passes, and the structure of the loss's results.
-    """
+    """Return the loss as a program, the values of its arguments, its options, and the structure of its results."""
     comm, leaves, further = view.comm, view.layout.params, (given.mutable, given.batch, *given.args)
     pairs = zip(given.stored, leaves, strict=True)
     full = [jax.ShapeDtypeStruct(leaf.shape, x.dtype) if leaf.kind == "sharded" else x for x, leaf in pairs]
