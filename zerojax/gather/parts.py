@@ -53,7 +53,7 @@ def part(jaxpr: Any, consts: Sequence, inputs: Sequence, wanted: Sequence) -> Ca
 
 
 def without_calls(closed: Any) -> Any:
-    """Inline all calls in a closed jaxpr, including calls of functions with a custom derivative."""
+    """Return a closed jaxpr with all calls inlined, including calls of functions with a custom derivative."""
     jaxpr, consts = compat.opened(closed)
 
     def rule(eqn, values):
