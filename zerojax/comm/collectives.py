@@ -31,7 +31,6 @@ from zerojax.layout.leaf import Leaf, pad, replace_items
 if TYPE_CHECKING:
     from jaxtyping import Array, PyTree, Shaped
 
-Rows = Sequence[RowDims]  # for each value, which dims hold the rows of the batch
 # Matches the name scope of a collective in an operation's name. The groups are the collective's kind and leaves.
 LABEL = re.compile(r"zerojax_(gather|reduce_scatter|all_reduce)\[(.*?)\][/)]")
 UPDATE = "zerojax_update"  # the name scope of the optimizer's update
@@ -84,14 +83,14 @@ class Collectives(ManualCollectives):
         self, grads: Sequence[Shaped[Array, ...]], leaves: Sequence[Leaf], *, exposed: bool = False
     ) -> list[Shaped[Array, "*storage"]]:
         """Reduce-scatter partial sums. A gradient that the compiler has summed is only constrained to its sharding."""
-        grads, experts = self._without_rows(grads, leaves), self.experts(leaves)
+        grads, experts = self._without_summands(grads, leaves), self.experts(leaves)
         partial = [i for i, (grad, leaf) in enumerate(zip(grads, leaves, strict=True)) if grad.ndim > len(leaf.shape)]
         chosen = [leaves[i] for i in partial]
 
         inside = super()
 
-        def reduce(*rows):
-            shards = inside.reduce_scatter([row[0] for row in rows], self._along_others(chosen), exposed=exposed)
+        def reduce(*summands):
+            shards = inside.reduce_scatter([x[0] for x in summands], self._along_others(chosen), exposed=exposed)
             return [x[None] if self.across(leaf) else x for x, leaf in zip(shards, chosen, strict=True)]
 
         over = (spec_entry(experts.get(i, self.axes)) for i in partial)
@@ -112,7 +111,7 @@ class Collectives(ManualCollectives):
         rest = (tuple(axis for axis in self.axes if axis not in names) for names in named)
         return {i: axes for i, axes in enumerate(rest) if len(axes) < len(self.axes)}
 
-    def _without_rows(self, grads: Sequence[Array], leaves: Sequence[Leaf]) -> list[Array]:
+    def _without_summands(self, grads: Sequence[Array], leaves: Sequence[Leaf]) -> list[Array]:
         """Sum an expert's partial sums here if the leaf has no sharded dim, or if there is not one sum per device."""
         grads = list(grads)
         for i, axes in self.experts(leaves).items():
@@ -145,8 +144,8 @@ class Collectives(ManualCollectives):
 
         inside = super()
 
-        def reduce(*rows):
-            return inside.reduce_across([row[0] for row in rows], self._along_others(chosen))
+        def reduce(*summands):
+            return inside.reduce_across([x[0] for x in summands], self._along_others(chosen))
 
         specs, out_specs = [[*map(of, chosen)] for of in (self._reduced_spec, self._summed_spec)]
         sums = self._mapped(reduce, specs, out_specs)(*(shards[i] for i in partial))
@@ -175,7 +174,7 @@ class Collectives(ManualCollectives):
         self,
         closed: Any,
         values: Sequence,
-        rows: Rows,
+        rows: Sequence[RowDims],
         grads: Sequence[int],
         zero: Array | None,
         experts: Mapping[int, tuple[str, ...]],
@@ -188,7 +187,7 @@ class Collectives(ManualCollectives):
         closed = self.on_own_rows(closed, rows)
         return partial_sums.evaluate_backward(closed, values, options, grads=grads, rows=rows, experts=experts)
 
-    def on_own_rows(self, closed: Any, rows: Rows) -> Any:
+    def on_own_rows(self, closed: Any, rows: Sequence[RowDims]) -> Any:
         """Return a jaxpr whose kernels run on each device's rows. `rows` says which dim of each argument holds rows."""
         if self._workers == 1 or not jaxprs.has_kernel(compat.opened(closed)[0]):
             return closed
@@ -214,8 +213,8 @@ class Collectives(ManualCollectives):
     def zeros(self, shape: tuple[int, ...], dtype: np.dtype) -> Array:
         if self._workers == 1:
             return jnp.zeros(shape, dtype)
-        rows = jnp.zeros((self._workers, *shape), dtype)
-        return lax.with_sharding_constraint(rows, NamedSharding(self.mesh, dim_spec(0, self.axes)))
+        summands = jnp.zeros((self._workers, *shape), dtype)
+        return lax.with_sharding_constraint(summands, NamedSharding(self.mesh, dim_spec(0, self.axes)))
 
     def like(self, grad: Array, other: Array | jax.ShapeDtypeStruct) -> Array:
         """Return `grad`, as partial sums if `other` has partial sums."""
@@ -242,7 +241,7 @@ class Collectives(ManualCollectives):
         return self._mapped(first, (dim_spec(place.dim, self.axes),), PartitionSpec())(x)
 
     @jax.named_scope(names.SHARDS)
-    def zero_after(self, anchor: Sequence[Array], rows: Rows) -> Array:
+    def zero_after(self, anchor: Sequence[Array], rows: Sequence[RowDims]) -> Array:
         """Return an int32 zero that XLA cannot compute before one `element` of `anchor`, so that its readers wait.
 
         A barrier alone is not enough: XLA:CPU removes barriers, and then schedules operations without operands first.

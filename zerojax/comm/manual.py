@@ -144,13 +144,13 @@ class ManualCollectives:
         if leaf.kind == "replicated":
             return shards
         if (codec := self._codec(leaf, gathers=True)) is not None:
-            rows = codec.all_gather(shards, leaf.axes)
+            stacks = codec.all_gather(shards, leaf.axes)
         elif leaf.dim is not None and len(leaves) == 1:
             gathered = lax.all_gather(shards[0], leaf.axes, axis=leaf.dim, tiled=True)
             return [trim(gathered, leaf.dim, leaf.shape[leaf.dim])]
         else:
-            rows = split(lax.all_gather(jnp.concatenate([shard.ravel() for shard in shards]), leaf.axes), leaves)
-        return [from_rows(x, leaf) for x, leaf in zip(rows, leaves, strict=True)]
+            stacks = split(lax.all_gather(jnp.concatenate([shard.ravel() for shard in shards]), leaf.axes), leaves)
+        return [unstack_shards(x, leaf) for x, leaf in zip(stacks, leaves, strict=True)]
 
     def _reduce(self, values: list[Array], leaves: Sequence[Leaf]) -> list[Array]:
         leaf, codec = leaves[0], self._codec(leaves[0], gathers=False)
@@ -159,11 +159,11 @@ class ManualCollectives:
         if leaf.dim is not None and len(leaves) == 1 and codec is None:
             padded = pad(values[0], leaf.dim, leaf.storage_shape[leaf.dim])
             return [lax.psum_scatter(padded, leaf.axes, scatter_dimension=leaf.dim, tiled=True)]
-        rows = [to_rows(*pair) for pair in zip(values, leaves, strict=True)]
+        stacks = [stack_shards(*pair) for pair in zip(values, leaves, strict=True)]
         if codec is not None:
-            parts = codec.reduce_scatter(rows, leaf.axes)
+            parts = codec.reduce_scatter(stacks, leaf.axes)
         else:
-            parts = split(lax.psum_scatter(jnp.concatenate(rows, axis=1), leaf.axes, scatter_dimension=0), leaves)
+            parts = split(lax.psum_scatter(jnp.concatenate(stacks, axis=1), leaf.axes, scatter_dimension=0), leaves)
         return [x.reshape(leaf.local_shape) for x, leaf in zip(parts, leaves, strict=True)]
 
 
@@ -216,8 +216,8 @@ def buckets_of(arrays: Sequence[Array], leaves: Sequence[Leaf], limit: int) -> l
     return found
 
 
-def to_rows(value: Shaped[Array, "*logical"], leaf: Leaf) -> Shaped[Array, "shards elements"]:
-    """Return a logical array as one row per shard, with zeros in the padding."""
+def stack_shards(value: Shaped[Array, "*logical"], leaf: Leaf) -> Shaped[Array, "shards elements"]:
+    """Return the stack of an array's shards, each flat, with zeros in the padding."""
     stored, local, dim = in_storage_shape(value, leaf), leaf.local_shape, leaf.dim
     if dim is None:
         return stored.reshape(leaf.shards, -1)
@@ -225,24 +225,24 @@ def to_rows(value: Shaped[Array, "*logical"], leaf: Leaf) -> Shaped[Array, "shar
     return jnp.moveaxis(divided, dim, 0).reshape(leaf.shards, -1)
 
 
-def from_rows(rows: Shaped[Array, "shards elements"], leaf: Leaf) -> Shaped[Array, "*logical"]:
-    """Undo `to_rows`, and return the logical array without the padding."""
+def unstack_shards(stack: Shaped[Array, "shards elements"], leaf: Leaf) -> Shaped[Array, "*logical"]:
+    """Undo `stack_shards`, and return the logical array without the padding."""
     if leaf.dim is None:
-        return trim(rows.reshape(-1), 0, leaf.size).reshape(leaf.shape)
-    divided = jnp.moveaxis(rows.reshape(leaf.shards, *leaf.local_shape), 0, leaf.dim)
+        return trim(stack.reshape(-1), 0, leaf.size).reshape(leaf.shape)
+    divided = jnp.moveaxis(stack.reshape(leaf.shards, *leaf.local_shape), 0, leaf.dim)
     return trim(divided.reshape(leaf.storage_shape), leaf.dim, leaf.shape[leaf.dim])
 
 
-def split(rows: Shaped[Array, "*shards elements"], leaves: Sequence[Leaf]) -> list[Array]:
-    """Split the last dim of a bucket's rows into one array per leaf.
+def split(bucket: Shaped[Array, "*shards elements"], leaves: Sequence[Leaf]) -> list[Array]:
+    """Split the last dim of a bucket into one array per leaf.
 
     The barrier hides from XLA where each leaf begins, so XLA compiles one kernel for all leaves of one shape. Without
     the barrier, XLA compiled one kernel per leaf, which took most of the compile time. The offsets are signed: with
     unsigned ones, XLA ran no product during one of the backward pass's gathers (in docs/fit.md's model).
     """
     if len(leaves) == 1:
-        return [rows]
+        return [bucket]
     sizes = [math.prod(leaf.local_shape) for leaf in leaves]
     starts = lax.optimization_barrier([jnp.int32(start) for start in itertools.accumulate(sizes[:-1], initial=0)])
     slices = zip(starts, sizes, strict=True)
-    return [lax.dynamic_slice_in_dim(rows, start, size, axis=rows.ndim - 1) for start, size in slices]
+    return [lax.dynamic_slice_in_dim(bucket, start, size, axis=bucket.ndim - 1) for start, size in slices]

@@ -46,7 +46,7 @@ class Codec:
     def bytes(self, size: int) -> int:
         return -(-size // self.block) * (self.block * FORMATS[self.format] // 8 + SCALE_BYTES)
 
-    def encode(self, x: Float[Array, "*rows elements"]) -> UInt8[Array, "*rows bytes"]:
+    def encode(self, x: Float[Array, "*leading elements"]) -> UInt8[Array, "*leading bytes"]:
         """Encode each row as the bytes of all elements, followed by all scales."""
         size = -(-x.shape[-1] // self.block) * self.block
         blocks = pad(x, x.ndim - 1, size).astype(jnp.float32).reshape(*x.shape[:-1], -1, self.block)
@@ -56,53 +56,53 @@ class Codec:
         scale_bytes = lax.bitcast_convert_type(scales[..., 0], jnp.uint8).reshape(*x.shape[:-1], -1)
         return jnp.concatenate([elements, scale_bytes], axis=-1)
 
-    def decode(self, payload: UInt8[Array, "*rows bytes"], size: int) -> Float[Array, "*rows elements"]:
+    def decode(self, payload: UInt8[Array, "*leading bytes"], size: int) -> Float[Array, "*leading elements"]:
         blocks = -(-size // self.block)
         split = payload.shape[-1] - blocks * SCALE_BYTES
-        rows = payload.shape[:-1]
-        elements, scales = payload[..., :split], payload[..., split:].reshape(*rows, blocks, SCALE_BYTES)
-        wide = self._wide(elements.reshape(*rows, blocks, -1))
+        leading = payload.shape[:-1]
+        elements, scales = payload[..., :split], payload[..., split:].reshape(*leading, blocks, SCALE_BYTES)
+        wide = self._wide(elements.reshape(*leading, blocks, -1))
         values = wide * lax.bitcast_convert_type(scales, jnp.float32)[..., None]
-        return values.reshape(*rows, -1)[..., :size]
+        return values.reshape(*leading, -1)[..., :size]
 
     def all_gather(
         self, shards: Sequence[Shaped[Array, "*local"]], axes: tuple[str, ...]
     ) -> list[Shaped[Array, "shards elements"]]:
-        """Gather one bucket, and return the shards of each leaf as rows.
+        """Gather one bucket, and return the stack of each leaf's shards.
 
         Encoded bytes are also sent over the axes that are not in `over`: the results equal those of decoded values.
         """
         payload = jnp.concatenate([self.encode(shard.ravel()) for shard in shards])
-        rows = _split(lax.all_gather(payload, axes), [self.bytes(shard.size) for shard in shards])
-        return [self.decode(x, shard.size).astype(shard.dtype) for x, shard in zip(rows, shards, strict=True)]
+        stacks = _split(lax.all_gather(payload, axes), [self.bytes(shard.size) for shard in shards])
+        return [self.decode(x, shard.size).astype(shard.dtype) for x, shard in zip(stacks, shards, strict=True)]
 
     def reduce_scatter(
-        self, rows: Sequence[Shaped[Array, "shards elements"]], axes: tuple[str, ...]
+        self, stacks: Sequence[Shaped[Array, "shards elements"]], axes: tuple[str, ...]
     ) -> list[Float[Array, " elements"]]:
-        """Reduce-scatter one bucket, whose leaves are given as one row per shard, and return float32.
+        """Reduce-scatter one bucket, given the stack of each leaf's shards, and return float32.
 
         The axes are reduced one by one, the innermost first. After an all-to-all, each device sums the decoded values
         of its shard in float32. So partial sums along one axis are not rounded.
         """
         counts = [lax.axis_size(axis) for axis in axes]
-        rows = [row.reshape(*counts, -1) for row in rows]
-        sizes = [row.shape[-1] for row in rows]
+        stacks = [stack.reshape(*counts, -1) for stack in stacks]
+        sizes = [stack.shape[-1] for stack in stacks]
         for dim in reversed(range(len(axes))):
             if axes[dim] in self.over:
-                payload = jnp.concatenate([self.encode(row) for row in rows], axis=-1)
+                payload = jnp.concatenate([self.encode(stack) for stack in stacks], axis=-1)
                 arrived = lax.all_to_all(payload, axes[dim], dim, dim, tiled=True)
                 parts = _split(arrived, [self.bytes(size) for size in sizes])
-                rows = [self.decode(x, n).sum(dim) for x, n in zip(parts, sizes, strict=True)]
+                stacks = [self.decode(x, n).sum(dim) for x, n in zip(parts, sizes, strict=True)]
             else:
-                summed = lax.psum_scatter(jnp.concatenate(rows, axis=-1), axes[dim], scatter_dimension=dim)
-                rows = _split(summed, sizes)
-        return [row.astype(jnp.float32) for row in rows]
+                summed = lax.psum_scatter(jnp.concatenate(stacks, axis=-1), axes[dim], scatter_dimension=dim)
+                stacks = _split(summed, sizes)
+        return [stack.astype(jnp.float32) for stack in stacks]
 
     @property
     def _limit(self) -> float:
         return INTEGER_LIMITS.get(self.format) or float(jnp.finfo(self.format).max)
 
-    def _narrow(self, x: Float[Array, "*rows block"]) -> UInt8[Array, "*rows bytes"]:
+    def _narrow(self, x: Float[Array, "*leading block"]) -> UInt8[Array, "*leading bytes"]:
         if self.format not in INTEGER_LIMITS:
             return lax.bitcast_convert_type(x.astype(self.format), jnp.uint8)
         rounded = jnp.floor(x + uniform(x)) if self.stochastic else jnp.round(x)
@@ -112,7 +112,7 @@ class Codec:
         low, high = jnp.split(lax.bitcast_convert_type(whole, jnp.uint8), 2, axis=-1)
         return (low & 0xF) | (high << 4)
 
-    def _wide(self, x: UInt8[Array, "*rows bytes"]) -> Float[Array, "*rows block"]:
+    def _wide(self, x: UInt8[Array, "*leading bytes"]) -> Float[Array, "*leading block"]:
         if self.format not in INTEGER_LIMITS:
             return lax.bitcast_convert_type(x, jnp.dtype(self.format)).astype(jnp.float32)
         signed = lax.bitcast_convert_type(x, jnp.int8)
@@ -149,5 +149,5 @@ def uniform(x: Float[Array, ...]) -> Float[Array, ...]:
     return ((bits ^ (bits >> 16)) >> 8).astype(jnp.float32) * 2.0**-24
 
 
-def _split(rows: Array, sizes: Sequence[int]) -> list[Any]:
-    return jnp.split(rows, list(itertools.accumulate(sizes))[:-1], axis=-1)
+def _split(x: Array, sizes: Sequence[int]) -> list[Any]:
+    return jnp.split(x, list(itertools.accumulate(sizes))[:-1], axis=-1)

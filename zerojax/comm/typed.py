@@ -78,16 +78,16 @@ class TypedLoss:
         """Return, for each leaf of the arguments, the spec in the type of the leaf on the caller's mesh."""
         config, mesh = self.config, typed_mesh(self.config.user_mesh)
         named = lambda spec: explicit_part(spec, mesh)
-        full = lambda tree: jax.tree.map(lambda _: PartitionSpec(), tree)
+        replicated = lambda tree: jax.tree.map(lambda _: PartitionSpec(), tree)
         of_params = self.layout.treedef.unflatten([named(leaf.other_spec) for leaf in self.layout.params])
         rows = PartitionSpec(spec_entry(config.data.batch))
         specs = jax.tree.map(lambda _: rows, batch) if config.batch_spec is None else config.batch_spec.over(batch)
         specs = jax.tree.map(named, specs, is_leaf=is_spec)
         divided = jax.tree.map(lambda spec, x: is_divided(config, spec, x), specs, batch, is_leaf=is_spec)
         if not all(jax.tree.leaves(divided)):
-            specs = full(batch)
+            specs = replicated(batch)
         of_args = jax.tree.map(lambda x: named(x.spec) if is_typed(x) else PartitionSpec(), args, is_leaf=is_typed)
-        return of_params, full(mutable), specs, of_args
+        return of_params, replicated(mutable), specs, of_args
 
 
 def on_one_device(config: Config) -> Config:

@@ -18,14 +18,14 @@ PlaceRule = Callable[[Any, Sequence[RowDims], Context], RowDims | list[RowDims]]
 
 def elementwise_rule(eqn: Any, row_dims: Sequence[RowDims], context: Context) -> list[RowDims]:
     """Find the followed dim in an elementwise result. Scalars are ignored. A broadcast operand is uniform there."""
-    shape, full = eqn.outvars[0].aval.shape, []
+    shape, found = eqn.outvars[0].aval.shape, []
     for rows, atom in zip(row_dims, eqn.invars, strict=True):
         if (old := atom.aval.shape) == shape:
-            full.append(rows)
+            found.append(rows)
         elif old:
             ones = [dim for dim, size in enumerate(shape) if old[dim] != size]
-            full.append(renumbered(rows, range(len(shape)), ones))
-    return [together(full) if full and shape else NOWHERE] * len(eqn.outvars)
+            found.append(renumbered(rows, range(len(shape)), ones))
+    return [together(found) if found and shape else NOWHERE] * len(eqn.outvars)
 
 
 def broadcast_rule(eqn: Any, row_dims: Sequence[RowDims], context: Context) -> RowDims:
