@@ -43,7 +43,7 @@ def _is_cheap(eqn: Any) -> bool:
 
 
 def _part(eqn: Any, body: Any, results: Sequence[int]) -> Any:
-    """Return the equation with only some results, and the operands that they need."""
+    """Return `eqn` with only the results at the indices `results`, and only the operands that these results need."""
     wanted = [body.outvars[i] for i in results]
     eqns, reads = jaxprs.needed_for(body.eqns, wanted)
     operands = [i for i, v in enumerate(body.invars) if v in reads]

@@ -1,8 +1,8 @@
 """Merge equations of a loss that compute the same value. The planner calls `merged` before it divides the loss.
 
-A loss that calls its model twice on the same input has each equation twice, also if one of the calls is differentiated
-inside of the loss, or stops gradients elsewhere. XLA would merge the two, but it cannot do so after the engine has put
-different barriers around the gathers of the two uses.
+A loss that calls its model twice on the same input has each equation twice. One of the calls may be differentiated
+inside of the loss, or stop other gradients. XLA would merge equal equations, but it cannot do so after the engine has
+put different barriers around the gathers of the two uses.
 """
 
 import itertools
@@ -21,8 +21,8 @@ def merged(jaxpr: Any, params: Collection) -> Any:
 
     Equations on parameters alone are not merged, because segments repeat them anyway. Equations that depend on no
     parameter are not merged either, because computing a mask or a row of zeros twice is cheaper than keeping it.
-    If two products have the same result but other derivatives, because one operand is under `stop_gradient`, the second
-    takes the result of the first and keeps its own derivative. `params` are the arguments that are sharded parameters.
+    If two products have the same result but different derivatives, because one stops the gradient of an operand, the
+    second takes the first one's result and keeps its own derivative. `params` are the sharded parameters.
     """
     stops = any(eqn.primitive.name == "stop_gradient" for eqn in jaxprs.equations(jaxpr))
     alike, equal = _Numbers(), _Numbers(ignore_stops=True) if stops else None
@@ -70,7 +70,7 @@ class _Numbers:
     def __init__(self, ignore_stops: bool = False):
         self.of: dict = {}
         self._fresh, self._ignore_stops = itertools.count(), ignore_stops
-        self._earlier: dict = {}  # equations and their results' numbers, by their keys without functions
+        self._earlier: dict = {}  # equations and the numbers of their results, by keys that ignore functions
 
     def add(self, eqn: Any) -> None:
         """Give numbers to the results of an equation."""
@@ -111,7 +111,7 @@ _valued.defjvp(lambda primals, tangents: (primals[0], tangents[1]))
 
 
 def _with_value(eqn: Any, value: Any) -> list:
-    """Return equations with the result and the derivative of `eqn`. They read the result from the variable `value`."""
+    """Return equations that replace `eqn`: they take its result from the variable `value`, and keep its derivative."""
 
     @jax.jit
     def product(value, *operands):
@@ -128,7 +128,7 @@ def _with_value(eqn: Any, value: Any) -> list:
 
 
 def _pulled(eqn: Any) -> Any:
-    """Return a hashable form of the derivative of `eqn`, or None if `eqn` has no derivative."""
+    """Return a hashable form of the derivative of `eqn`, to compare derivatives, or None if `eqn` has none."""
     is_float = lambda v: jnp.issubdtype(v.aval.dtype, jnp.inexact)
     moving = [i for i, v in enumerate(eqn.invars) if not compat.is_literal(v) and is_float(v)]
     active = {k: v for k, v in enumerate(eqn.outvars) if not compat.is_dropped(v) and is_float(v)}

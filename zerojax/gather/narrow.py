@@ -1,9 +1,9 @@
-"""Find the quantised and straight-through weights of a loss. Each device then computes its part, before the gather.
+"""Find the quantised and straight-through weights of a loss, so that each device computes its part before the gather.
 
 A quantised weight is computed element by element from parameters and from values that are alike on all devices, such as
 a maximum of the weight. `hoisted` moves the computation out of remats, calls of `zerojax.block` and loops to the start
-of the loss, as a `shardwise` equation. Where the weight is used, a `widen` equation computes it from the narrow value
-(see `shardwise`): the value of the narrowest type from which the weight can be computed without the parameters. A
+of the loss, as a `shardwise` equation (see `shardwise`). Where the weight is used, a `widen` equation computes it from
+a narrow value: of all values that determine the weight without the parameters, the one of the narrowest type. A
 straight-through weight `w + stop_gradient(quantised(w) - w)` has no such value, so the weight itself is gathered.
 """
 
@@ -24,10 +24,10 @@ from zerojax.layout.leaf import Leaf
 
 
 class Request(NamedTuple):
-    """A weight that a jaxpr takes instead of computing it. `of` computes it from the jaxpr's arguments `operands`.
+    """A weight that a jaxpr takes as an argument instead of computing it.
 
-    `targets` are the variables that the jaxpr computes from the requested values. Given the jaxpr's arguments and these
-    values, `widened` returns the values of the targets.
+    `of` computes the requested values from the jaxpr's arguments at the indices `operands`. `targets` are the jaxpr's
+    variables that need not be computed then: `widened(arguments, requested values)` returns their values.
     """
 
     operands: tuple[int, ...]
@@ -45,8 +45,8 @@ def hoisted(jaxpr: Any, leaves: Sequence[Leaf | None], alike: Sequence[bool], co
     """Return `(jaxpr, consts)`, where `jaxpr` begins with `shardwise` equations that compute the quantised weights.
 
     If `Shardwise.of` rejects one of these weights, `jaxpr` is returned unchanged. For each argument, `leaves` has the
-    layout of a sharded parameter, or None, and `alike` says whether all devices have the same value. The last arguments
-    are `constants` constants of the loss.
+    layout of a sharded parameter, or None, and `alike` says whether all devices have the same value. The last
+    `constants` arguments are constants of the loss.
     """
     # An effect, or a write to a ref, has no result that shows which equations need it.
     if signatures.has_effects(jaxpr):
@@ -68,10 +68,10 @@ def hoisted(jaxpr: Any, leaves: Sequence[Leaf | None], alike: Sequence[bool], co
 
 
 def _rewritten(jaxpr: Any, given: Mapping) -> tuple[Any, list[Request]]:
-    """Rewrite a jaxpr and the jaxprs inside of it, and return `(closed jaxpr, requests)`.
+    """Rewrite a jaxpr and the jaxprs inside of it to take quantised weights. Return `(closed jaxpr, requests)`.
 
-    The closed jaxpr takes the requested values as its last arguments. `given` has the divided dims of arguments that
-    are parameters, and None for arguments alike on all devices.
+    The closed jaxpr takes the requested values as its last arguments. `given` has the divided dims of the arguments
+    that are parameters, and None for arguments that are alike on all devices.
     """
     avals = [v.aval for v in jaxpr.invars]
     places = {i: given[v] for i, v in enumerate(jaxpr.invars) if v in given}
@@ -105,7 +105,7 @@ def _rewritten(jaxpr: Any, given: Mapping) -> tuple[Any, list[Request]]:
 
 
 def _inside(eqn: Any, values: Sequence, dims: Mapping) -> Sequence | None:
-    """Evaluate a remat, layer or loop after the weights that its body requests. Return None if it requests none."""
+    """Compute the weights that the body of a remat, layer or loop requests, and evaluate it. None: it requests none."""
     loop, is_remat = compat.loop_of(eqn), compat.is_remat(eqn)
     is_block = compat.called(eqn) is not None
     of_params = any(dims.get(v) is not None for v in jaxprs.variables_in(eqn.invars))
@@ -147,9 +147,9 @@ def _inside(eqn: Any, values: Sequence, dims: Mapping) -> Sequence | None:
 
 
 def _without_unread(closed: Any) -> tuple[Any, list[int]]:
-    """Return `closed` as a function of the arguments that it reads, and their indices.
+    """Return `closed` as a function of only the arguments that it reads, and the indices of these arguments.
 
-    A body that takes a narrow weight no longer reads the parameter, which would be gathered for nothing as an argument.
+    A body that takes a narrow weight no longer reads the parameter. As an argument, it would be gathered for nothing.
     """
     jaxpr, consts = compat.opened(closed)
     _, reads = jaxprs.needed_for(jaxpr.eqns, jaxpr.outvars)
@@ -158,7 +158,7 @@ def _without_unread(closed: Any) -> tuple[Any, list[int]]:
 
 
 def _scan(loop: Any, run: Any, read: Sequence[int], given: Sequence, by_row: Sequence[int]) -> list:
-    """Run a loop whose body, `run`, takes the operands `read` of those `given`. It takes rows of those `by_row`."""
+    """Run a loop. Its body `run` takes the operand `given[i]` for each i in `read`, row by row if i is in `by_row`."""
     rows = loop.consts + loop.carry
     by_row = [i for i in by_row if i in read]
 
@@ -170,7 +170,7 @@ def _scan(loop: Any, run: Any, read: Sequence[int], given: Sequence, by_row: Seq
 
 
 def _batched(request: Request, batched: Sequence[bool], eqn: Any) -> Request:
-    """Return the request of a loop's body for all iterations at once. Iterations read rows of `batched` operands."""
+    """Return a loop body's request as one request for all iterations. Iterations read rows of `batched` operands."""
     axes = [0 if on else None for on in batched]
     loop = compat.loop_of(eqn)
     assert loop is not None
@@ -187,8 +187,8 @@ def _batched(request: Request, batched: Sequence[bool], eqn: Any) -> Request:
 def chosen_values(jaxpr: Any, dims: Mapping) -> list:
     """Return the quantised weights that shards compute: tuples of variables of `jaxpr`, and its `shardwise` equations.
 
-    A weight is the last value on shards (`dims`) from which everything outside of shards that reads its parameters can
-    be computed. A tuple has the weight, followed by small values without a derivative of the same parameters.
+    Shards compute the values in `dims`. Of these, a weight is the last from which all later uses of its parameters can
+    be computed. A tuple has the weight, followed by small values of the same parameters that have no derivative.
     """
     chosen: list = [eqn for eqn in jaxpr.eqns if eqn.primitive is shardwise_p]
     made = jaxprs.makers(jaxpr.eqns)
@@ -212,7 +212,7 @@ def chosen_values(jaxpr: Any, dims: Mapping) -> list:
 
 
 def _is_quantised(cone: Mapping, made: Mapping) -> bool:
-    """Return whether a cone quantises. Casts alone do not count: the rule "on the shard" casts the shard anyway."""
+    """Return whether a weight's `_cone` quantises. Casts alone do not count: the rule "on the shard" handles them."""
     eqns = [made[v] for v in cone if v in made]
     if all(eqn.primitive.name == "convert_element_type" for eqn in eqns):
         return False
@@ -232,7 +232,7 @@ def _computes(var: Any, end: Any, made: Mapping, dims: Mapping) -> bool:
 
 
 def _request(jaxpr: Any, consts: Sequence, target: Any, given: Mapping) -> Request | None:
-    """Return the request for `target`, one of the `chosen_values`. `given` is that of `_rewritten`."""
+    """Return the request for `target`, one of the `chosen_values`. `given` is as in `_rewritten`."""
     wanted = list(target if isinstance(target, tuple) else target.outvars)
     _, reads = jaxprs.needed_for(jaxpr.eqns, wanted)
     operands = tuple(i for i, v in enumerate(jaxpr.invars) if v in reads)
@@ -254,9 +254,9 @@ def _request(jaxpr: Any, consts: Sequence, target: Any, given: Mapping) -> Reque
 
 
 def _with_tail(full: Any, operands: tuple[int, ...], targets: list, given: Sequence[int | None]) -> Request | None:
-    """Divide the computation `full` of `targets` at the narrowest value of the weight, and return the request for them.
+    """Return the request for `targets`, whose computation `full` is divided at the narrowest value of the weight.
 
-    Return None if shards cannot compute the weight, or if a parameter is the narrowest value.
+    Return None if shards cannot compute the weight, or if the narrowest value is a parameter.
     """
     jaxpr, consts = compat.opened(without_calls(full))
     jaxpr = jaxpr.replace(eqns=jaxprs.alive(jaxpr))

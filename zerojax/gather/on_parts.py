@@ -20,7 +20,7 @@ from zerojax.primitives import Kind, of_kind
 
 # How a device reduces its part, and how devices combine the results.
 _EXTREMA = MappingProxyType({"reduce_max": (jnp.max, lax.pmax), "reduce_min": (jnp.min, lax.pmin)})
-# Primitives of which each operand is divided in the same dim as the result.
+# Primitives whose operands must all be divided in the same dim as the result.
 _ALIGNED = of_kind(Kind.ELEMENTWISE) | {"concatenate", "sort"}
 
 
@@ -71,7 +71,7 @@ class Division:
 
 @dataclasses.dataclass(frozen=True)
 class Layer(Division):
-    """One layer of `length` layers. The divided dim keeps the size 1."""
+    """One layer of a stack of `length` layers, as a part of the stack. The dim of layers keeps the size 1."""
 
     index: Any
 
@@ -158,7 +158,7 @@ class _Evaluation:
         return None if compat.is_literal(atom) else self.dims[atom]
 
     def divided(self, atom: Any, split: Split | None) -> jax.Array:
-        """Return a result divided as `split` says, with zeros in the padding, or in full if it is None."""
+        """Return a result divided as `split` says, with zeros in the padding, or in full if `split` is None."""
         if split is not None:
             return split.division.fill(jnp.asarray(self.operand(atom, *split)), split.dim, 0)
         x, dim = jnp.asarray(self.value(atom)), self.dim_of(atom)
@@ -166,14 +166,14 @@ class _Evaluation:
             return x if dim is None else self.divisions[atom].whole(x, dim)
 
     def operand(self, atom: Any, dim: Dim, division: Division) -> Any:
-        """Return an operand of an equation on parts. Of a full array, return the part in the divided dim `dim`."""
+        """Return an operand for an equation on parts. If `atom` is a full array, return its part along `dim`."""
         if dim is None or self.dim_of(atom) is not None or not atom.aval.shape:
             return self.value(atom)
         at = 0 if isinstance(dim, FlatDim) else dim
         if atom.aval.shape[at] == 1:
             return self.value(atom)
-        # A broadcast, and what is computed element by element, is computed again in the shape of the part. The full
-        # result would be as large as the parameter.
+        # A broadcast or an elementwise result is computed again in the shape of the part, because the full result would
+        # be as large as the parameter.
         eqn = self._made.get(atom)
         if eqn is not None and jaxprs.facts(eqn).elementwise and not isinstance(division, Layer):
             return compat.evaluate_one(_local(eqn), [self.operand(a, dim, division) for a in eqn.invars])[0]
@@ -211,7 +211,7 @@ class _Evaluation:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3, 4))
 def _extremum(x: jax.Array, name: str, dims: tuple, axes: tuple[str, ...], label: str) -> jax.Array:
-    """Return a maximum or minimum over `dims` and over devices, of which JAX has no derivative."""
+    """Return a maximum or minimum over `dims` and over devices. JAX has no derivative of these collectives."""
     reduce, combine = _EXTREMA[name]
     with jax.named_scope(label):
         return combine(reduce(x, dims), axes)
@@ -219,16 +219,16 @@ def _extremum(x: jax.Array, name: str, dims: tuple, axes: tuple[str, ...], label
 
 @_extremum.defjvp
 def _extremum_jvp(name: str, dims: tuple, axes: tuple, label: str, primals: tuple, tangents: tuple) -> tuple:
-    """Return an extremum and its tangent. Elements that equal the extremum share its tangent equally, as in JAX."""
+    """Return an extremum and its tangent: the mean tangent of the elements that equal the extremum, as in JAX."""
     (x,), (moving,), found = primals, tangents, _extremum(*primals, name, dims, axes, label)
     is_equal = (x == jnp.expand_dims(found, dims)).astype(x.dtype)
     return found, lax.psum((moving * is_equal).sum(dims), axes) / lax.psum(is_equal.sum(dims), axes)
 
 
 def _operand_dims(eqn: Any, own: Sequence[Dim], after: Dim) -> list[Dim]:
-    """Return the dim in which each operand of an equation on parts has to be divided, or None.
+    """Return the dim in which each operand of an equation must be divided to evaluate it on parts, or None.
 
-    `own` has the dims in which the operands are divided, and `after` is the divided dim of the first result.
+    `own` has the dims in which the operands are divided now, and `after` is the divided dim of the first result.
     """
     if eqn.primitive.name in _ALIGNED:
         return [after if dim is None else dim for dim in own]

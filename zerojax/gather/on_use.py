@@ -16,8 +16,8 @@ from zerojax.gather.segments import Program
 def as_function(program: Program, options: Options) -> Callable:
     """Return a program as a function of its arguments, with a backward pass.
 
-    The derivative with respect to a sharded parameter is a shard of the sum over devices, with zeros in the padding;
-    with respect to any other argument, it is this device's derivative. A shard in host memory is copied to the device
+    The derivative with respect to a sharded parameter is a shard of the sum over devices, with zeros in the padding.
+    The derivative with respect to any other argument is this device's. A shard in host memory is copied to the device
     before each gather, and its derivative is copied to the host. In device view, the function must be called inside a
     `jax.shard_map` that is manual over the axes of `options.comm`.
 
@@ -43,7 +43,7 @@ def as_function(program: Program, options: Options) -> Callable:
             grads = run_backward(program, args, kept, given, options)
 
         def like_primal(grad, arg, var):
-            # The gradient of an argument that is no sharded parameter may have partial sums, on one dim in front.
+            # The gradient of an argument that is not a sharded parameter may have partial sums, on an extra dim 0.
             grad = grad if grad.ndim == var.aval.ndim else grad.sum(0)
             return jax.device_put(grad, jax.memory.Space.Host) if compat.in_host_memory(jax.typeof(arg)) else grad
 

@@ -19,10 +19,10 @@ from zerojax.dims import NOWHERE, Context, Follower, Place, Places, on_dim
 from zerojax.layout.leaf import replace_items
 from zerojax.primitives import TABLE, Kind, of_kind
 
-# Reductions whose terms devices can combine. A product is combined if it is an inner product.
+# Primitives whose results on several devices can be combined. Of products, only inner products can.
 REDUCTIONS = frozenset(name for name, facts in TABLE.items() if facts.is_combinable)
 COMBINED = REDUCTIONS | {"dot_general"}
-# Primitives that can be computed on the shards of devices, and further ones that can be computed on layers.
+# Primitives that can be computed on the shards of devices. `_OF_LAYERS` adds those that can be computed on layers.
 OF_SHARDS = of_kind(Kind.ELEMENTWISE) | REDUCTIONS
 OF_SHARDS |= {"bitcast_convert_type", "broadcast_in_dim", "pad", "reshape", "slice", "squeeze", "transpose"}
 _OF_LAYERS = OF_SHARDS | of_kind(Kind.REDUCTION, Kind.ALONG, Kind.DECOMPOSITION)
@@ -31,7 +31,7 @@ UNKNOWN = -1  # the dim of a value that cannot be computed on parts
 
 
 class FlatDim(NamedTuple):
-    """The divided dim of an array that was flattened from `(outer, length, rest)`, which is divided along `length`."""
+    """The divided dim of a flattened array. Its elements had the shape `(outer, length, rest)`, divided in `length`."""
 
     outer: int
     length: int
@@ -46,7 +46,7 @@ def bare(atom: Any) -> Any:
 
 
 def part(jaxpr: Any, consts: Sequence, inputs: Sequence, wanted: Sequence) -> Callable[..., list]:
-    """Return the function of the variables `inputs` that computes the variables `wanted` of a jaxpr."""
+    """Return a part of a jaxpr: a function that computes the variables `wanted` from the variables `inputs`."""
     eqns, _ = jaxprs.needed_for(jaxpr.eqns, wanted, {*inputs})
     needed = compat.part_of(jaxpr, eqns, [*compat.constvars_of(jaxpr), *inputs], wanted)
     return lambda *args: jaxprs.run(needed, (), *jaxprs.as_jax_values(consts), *args)
@@ -97,7 +97,7 @@ def dims_of(
 
 
 def dims_after(eqn: Any, dims: Mapping, layers: bool = False, flattens: bool = False) -> Sequence[Dim]:
-    """Return, for each result of `eqn`, its divided dim, None if it has none, or `UNKNOWN`. See `dims_of`."""
+    """Return for each result of `eqn` its divided dim, None if it has none, or `UNKNOWN` if parts cannot compute it."""
     name, reads = compat.name_of(eqn), jaxprs.variables_in(eqn.invars)
     unknown = [UNKNOWN] * len(eqn.outvars)
     if eqn.effects or jaxprs.facts(eqn).differs_by_device or any(v not in dims for v in reads):
@@ -126,7 +126,7 @@ def _state(dim: Dim) -> Places:
 
 
 def _dim_in(var: Any, state: Any, count: int, may_combine: bool, flattens: bool) -> Dim:
-    """Return the divided dim of a result. If `may_combine` is true, it may have none."""
+    """Return the divided dim of a result, or None if `may_combine` is true and the result has no divided dim."""
     if state is None or len(state.places) > 1 or not (state.places or may_combine):
         return UNKNOWN
     place, shape = state.only, var.aval.shape
@@ -148,9 +148,9 @@ def both_passes(run: Callable, atoms: Sequence, moving: Sequence[int], active: M
     """Return the closed jaxpr of a function `run(values)` and its derivative.
 
     The jaxpr is `(*operands, *cotangents) -> (*results, *cotangents of the operands `moving`)`. `atoms` have the types
-    of the operands. `active` maps the indices of the results that have cotangents to variables of their types. The
-    jaxpr returns these results, or with `results="none"` no result, or with "all" also the others, after these. `run`
-    returns None for a result that is dropped.
+    of the operands. `active` maps the index of each result that has a cotangent to a variable of its type. The jaxpr
+    returns these active results. With `results="none"`, it returns no results. With "all", it also returns the others,
+    after the active ones. `run` returns None for a result that is dropped.
     """
 
     def both(*args):
