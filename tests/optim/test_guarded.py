@@ -1,7 +1,11 @@
-"""An analysis of an update passes by what a transformation refuses, and raises its own errors."""
+"""An analysis of an update passes by what a transformation refuses, and raises its own errors.
+
+The description of a transformation has its constants; tests of checkpoints compare descriptions.
+"""
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import optax.contrib
 import pytest
@@ -9,8 +13,10 @@ from flat_options import tuned
 from matrix_optimizers import muon
 
 from zerojax import Offload, jaxprs, zero_shard
+from zerojax.config import DataMesh, LayoutPolicy
+from zerojax.layout.tree import lay_out
 from zerojax.optim import elementwise, traced
-from zerojax.optim.description import description_of
+from zerojax.optim.description import describe_constant, description_of
 
 MUON = {"matrix_updates": "owner"}
 
@@ -73,3 +79,41 @@ def test_what_a_transformation_refuses_is_no_error_until_it_runs(mesh, options):
     assert description_of(state.plan.tx, state.plan.trained).operations == ()
     with pytest.raises(ZeroDivisionError, match="give a temperature"):
         tx.update(state.params, state.opt_state, state.params)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.1, "0.1"),
+        (np.float32(0.1), "0.1"),
+        (jnp.full((1, 1), 2.0), "2"),
+        (3, "3"),
+        (True, "True"),
+        (1j, "0+1j"),
+    ],
+)
+def test_a_constant_is_a_number_or_a_digest(value, text):
+    assert describe_constant(value) == text
+    ones = describe_constant(np.ones(2, np.float32))
+    assert ones.startswith("float32[2] ")
+    assert ones == describe_constant(jnp.ones(2)) != describe_constant(np.array([1, 2], np.float32))
+
+
+def test_a_key_is_described_by_its_data():
+    assert (
+        describe_constant(jax.random.key(1))
+        == describe_constant(jax.random.key_data(jax.random.key(1)))
+        != describe_constant(jax.random.key(2))
+    )
+
+
+def described(tx):
+    shapes = {"w": jax.ShapeDtypeStruct((4, 3), jnp.float32), "b": jax.ShapeDtypeStruct((3,), jnp.float32)}
+    return description_of(tx, lay_out(shapes, LayoutPolicy(0, DataMesh.for_stage({"data": 1}, ("data",), 0), 0)))
+
+
+def test_constants_are_among_the_operations():
+    assert "mul 0.8" in described(optax.adam(1e-3, b1=0.8)).operations
+    offset = np.array([1.0, 2.0, 3.0], np.float32)
+    closed = optax.stateless(lambda grads, params: jax.tree.map(lambda g: g + offset, grads))
+    assert any(name.startswith("constant float32[3] ") for name in described(closed).operations)
