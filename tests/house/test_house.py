@@ -1,6 +1,7 @@
 """The shape of the house: imports point down, what is public is described in plain words."""
 
 import ast
+import collections
 import functools
 import importlib.metadata
 import inspect
@@ -189,6 +190,16 @@ def test_the_version_is_known_without_an_installation(monkeypatch):
     monkeypatch.delitem(vars(zerojax), "__version__", raising=False)
     assert zerojax.__version__ == "0+source"
     monkeypatch.delitem(vars(zerojax), "__version__")
+
+
+def test_one_name_is_one_file_one_class_and_one_function():
+    """But for the commands, which have the names of the functions that they call, and for private functions."""
+    top = [x for path, (module, *_) in NODES.items() if path.name != "cli.py" for x in module.body]
+    functions = [x.name for x in top if isinstance(x, ast.FunctionDef) and not x.name.startswith("_")]
+    classes = [x.name for nodes in NODES.values() for x in nodes if isinstance(x, ast.ClassDef)]
+    files = [path.name for path in MODULES if path.name != "__init__.py"]
+    for names in (functions, classes, files):
+        assert not [name for name, count in collections.Counter(names).items() if count > 1]
 
 
 def test_no_file_function_or_parameter_list_is_long():
