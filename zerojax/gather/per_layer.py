@@ -1,8 +1,8 @@
 """Change the layers of a stack inside of the loop over this stack, which gathers each layer anyway.
 
 A loss may change a stack before the loop over its layers: divide it by its spectral norms, mask it, add a product of
-adapters, or transpose each layer. The whole stack would be gathered for that. `moved_into_loops` lets each iteration
-compute the change of its layer (`parts`).
+adapters, or transpose each layer. For that, the whole stack would be gathered. `moved_into_loops` lets each iteration
+change only its own layer (`parts`).
 """
 
 import functools
@@ -77,9 +77,9 @@ class Layers:
         return dims_of(self.jaxpr, {v: self.stacks.get(v) for v in self.jaxpr.invars}, layers=True)
 
     def cone(self, targets: Iterable, stops: Collection) -> tuple[list, list, list]:
-        """Return `(equations, stacks, others)` from which an iteration computes its rows of `targets`.
+        """Return `(equations, stacks, others)` from which an iteration computes its layer of each target.
 
-        The stacks are arguments, or variables in `stops`, or arrays such as masks that have a row per layer. The others
+        The stacks are arguments, variables in `stops`, or arrays with one entry per layer, such as masks. The others
         have no dim of layers.
         """
         needed, stacks, others = set(), {}, {}
@@ -108,7 +108,7 @@ class Layers:
         return eqns, [*stacks, *rows], [v for v in others if v not in rows]
 
     def changed(self, scanned: Sequence) -> list:
-        """Return the stacks of one loop of which each iteration should compute its row."""
+        """Return those of one loop's stacks `scanned` whose layers should be computed by the iterations."""
         values = [v for v in scanned if v not in self.stacks and self.dims.get(v) == 0]
         found = [v for v in values if self._is_changed(v)]
         # Casts and transposes of a layer that the iteration reads anyway must not be gathered, too.
@@ -126,7 +126,7 @@ class Layers:
         return any(eqn.primitive.name not in _KEPT for eqn in eqns)
 
     def run(self, eqn: Any, loop: compat.LoopEqn, changed: Sequence, values: Sequence, known: Mapping) -> list:
-        """Run a loop whose iterations compute their rows of the stacks `changed`. `known` has values of variables."""
+        """Run a loop whose iterations compute their layers of the stacks `changed`. `known` has variables' values."""
         first, operands = loop.consts + loop.carry, stacks_of(eqn, loop)
         kept = [v for v in operands if v not in changed]
         eqns, stacks, others = self.cone(changed, kept)
@@ -136,7 +136,7 @@ class Layers:
         def iteration(values):
             index, *slices = values[first:]
             rows, layer = dict(zip(scanned, slices, strict=True)), Layer(self.length, 1, self.length, (), index)
-            # Not `lax.expand_dims`: behind a broadcast, the backward pass could not compute a changed layer again.
+            # Not `lax.expand_dims`: after a broadcast, the backward pass could not compute a changed layer again.
             given = [*(lax.reshape(rows[v], (1, *rows[v].shape)) for v in stacks), *(known[v] for v in others)]
             dims = [*[0] * len(stacks), *[None] * len(others)]
             found = evaluate_parts(jaxpr, given, splits_of(dims, layer), splits_of([0] * len(changed), layer))

@@ -71,14 +71,14 @@ def closed_over(jaxpr: Any, consts: Sequence) -> tuple[Any, Sequence]:
 
 
 def inlined(closed: Any, leaves: Sequence[Leaf | None]) -> tuple[Any, Sequence]:
-    """Return a traced function without dead equations and without calls of parameters, or of values of them alone.
+    """Return a function without dead equations, with its constants as last arguments, and the constants' values.
 
-    `leaves` has the layouts of the first arguments. The constants become the last arguments. Also return their values.
+    Calls of parameters, or of values of parameters alone, are inlined. `leaves` has the layouts of the first arguments.
     """
     jaxpr, consts = compat.opened(closed)
 
     def run(args, consts):
-        # Values by `id`, which stays theirs as long as this dict holds them. It must not outlive the trace.
+        # Values by `id`. The dict keeps the values alive, so that ids stay unique. It must not outlive the trace.
         of_params = {id(arg): arg for arg, leaf in zip(args, leaves, strict=False) if leaf is not None}
 
         def rule(eqn, values):
@@ -164,7 +164,7 @@ def equal_equations(loss: Inlined) -> Rewritten:
 
 
 def late_functionals(loss: Inlined) -> Rewritten:
-    """Move `jnp.tanh(u @ w @ v)` behind the model's first use of `w`."""
+    """Move `jnp.tanh(u @ w @ v)` to a place after the model's first use of `w`."""
     weights = jaxprs.roots_of(loss.params, loss.jaxpr)
     are_weights = lambda eqn: [not compat.is_literal(atom) and atom in weights for atom in eqn.invars]
     eqns = [eqn for eqn in loss.jaxpr.eqns if not weights.keys().isdisjoint(eqn.outvars)]
@@ -188,7 +188,7 @@ def shared_reads(loss: Inlined) -> Rewritten:
 
 
 def unrolled_loops(loss: Inlined) -> Rewritten:
-    """Make each iteration over `Inlined.by_row` a block."""
+    """Make each iteration of a loop over the parameters `Inlined.by_row` a block."""
     if not loss.by_row:
         return None
     from zerojax.gather.unrolled import unrolled

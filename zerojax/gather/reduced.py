@@ -50,7 +50,7 @@ class Chain:
 
 
 class Analysis:
-    """Finds chains among the decisions so far. `Decisions` adds to `params`, `repeated` and `alike` later."""
+    """Finds chains. The containers `params`, `repeated` and `alike` belong to `Decisions`, which adds to them later."""
 
     def __init__(self, jaxpr: Any, params: Mapping[Any, ShardedParam], repeated: Mapping, alike: Set):
         """Analyse a function."""
@@ -82,7 +82,7 @@ class Analysis:
     def chain(self, eqn: Any) -> Chain | None:
         """Return the chain of `eqn` if devices can compute `eqn` on their shards, or None.
 
-        `eqn` is a reduction, or belongs to the chain of reductions, because only they read its result.
+        `eqn` is a reduction, or an equation whose results are read only by reductions and their chains.
         """
         name, is_link = eqn.primitive.name, self._is_link(eqn)
         if eqn.effects or not (is_link or name in REDUCTIONS or name == "dot_general"):
@@ -129,7 +129,7 @@ class Analysis:
         return dims_after(eqn, dims, flattens=True)[0]
 
     def _is_cheap(self, eqn: Any) -> bool:
-        """Return whether an equation reads alike values, and none of parameters alone, and can be computed again."""
+        """Return whether an equation of alike values, none of them of parameters alone, is cheap to compute again."""
         reads = {*jaxprs.variables_in(eqn.invars)}
         of_params = not (reads.isdisjoint(self.params) and reads.isdisjoint(self.repeated))
         return not of_params and self.alike >= reads and (jaxprs.facts(eqn).elementwise or eqn.primitive.name in _MOVES)
@@ -211,9 +211,9 @@ class ReducedSegment(Segment):
         return [to_device(param.sliced(env)).astype(param.wide) for param in self.shards]
 
     def _derivative(self, moving: Sequence[int], wanted: Sequence[int]) -> Any:
-        """Return the flat jaxpr of a function of inputs, of the `wanted` results, and of their cotangents.
+        """Return a jaxpr without calls that computes the cotangents of the inputs with indices `moving`.
 
-        It returns the cotangents of the inputs `moving`.
+        Its arguments are `(*inputs, *results, *cotangents)`, with the results `wanted` and their cotangents.
         """
         active = {i: self.jaxpr.outvars[i] for i in wanted}
         both = both_passes(lambda values: jaxprs.run(self.jaxpr, (), *values), self.jaxpr.invars, moving, active)

@@ -63,7 +63,7 @@ class Site(NamedTuple):
 
 
 class Decisions:
-    """The decisions so far, and the predicates and actions of the rules. Each plan makes one instance."""
+    """The decisions so far, and the predicates and actions of the rules. Each call of `planned` makes one instance."""
 
     def __init__(self, jaxpr: Any, params: Mapping[Any, ShardedParam], alike: Collection | None):
         """Analyse an inlined function once, before any decision.
@@ -184,7 +184,7 @@ class Decisions:
         return self.is_of_params_alone(site) and self._only_scales(site.eqn, site)
 
     def _is_of_params(self, var: Any, size: int) -> bool:
-        """Return whether a variable depends on parameters alone, or is an alike value that is small or an argument."""
+        """Return whether a variable depends on parameters alone, or is an alike value: an argument or a small one."""
         is_free = var in self._given or 8 * var.aval.size <= size
         return var in self.params or var in self.repeated or (is_free and var in self.uniform)
 
@@ -214,8 +214,8 @@ class Decisions:
     def is_masked(self, site: Site) -> bool:
         """Return whether an equation applies a mask or another value to a weight, and one equation reads the result.
 
-        A `jax.custom_vjp` of weights alone is alike. Its backward pass may be nonlinear (it may clip), so that it must
-        get the sum over all readers. With more than one reader, the call is therefore a segment.
+        A `jax.custom_vjp` of weights alone counts, too. Its backward pass may be nonlinear (it may clip), so it must
+        get the sum of all readers' cotangents. With several readers, the call is therefore a segment.
         """
         eqn = site.eqn
         is_rule = compat.name_of(eqn) == "custom_vjp_call" and self.is_of_params_alone(site)
@@ -263,7 +263,7 @@ class Decisions:
         return jaxprs.makers(self._jaxpr.eqns)
 
     def _joined(self, site: Site) -> "Joined | None":
-        """Return the block that gathers the only parameter of an equation, or None if it cannot run in that block."""
+        """Return the block that gathers the only parameter of an equation, or None if the equation cannot join it."""
         place = self._blocks.get(root := self._root_of(site.reads))
         if place is None or not is_plain(site.eqn):
             return None
@@ -272,7 +272,7 @@ class Decisions:
         return block_to_join(self, site.eqn, root, place)
 
     def of_cluster(self, site: Site) -> "Joined | None":
-        """Return the block of a cluster if the equation reads its results, and otherwise only alike values."""
+        """Return the block of a cluster if the equation reads the cluster's results and otherwise only alike values."""
         return None if site.touched or self.roots.keys().isdisjoint(site.reads) else self._joined(site)
 
     def of_one_param(self, site: Site) -> "Joined | None":

@@ -139,7 +139,7 @@ def root_param(var, leaf: Leaf) -> ShardedParam:
 
 
 def carried_by(params: Sequence[ShardedParam]) -> dict[int, np.dtype]:
-    """Return the type of a parameter's cotangent, by its index in `params`, where it is not the gathered type."""
+    """Map the index of each parameter whose cotangent does not have the gathered type to the type of the cotangent."""
     return {i: p.cotangent_dtype for i, p in enumerate(params) if p.cotangent_dtype != p.leaf.dtype}
 
 

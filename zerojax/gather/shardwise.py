@@ -60,7 +60,7 @@ def _of_widen(*_: Any, tail: Any, dtype: Any) -> Any:
 
 
 def evaluate_widen(eqn: Any, z: jax.Array, others: Sequence) -> list:
-    """Evaluate a `widen` equation. `z` has the type in which it was gathered, or that of `y` to get a cotangent."""
+    """Evaluate a `widen` equation. `z` has the gathered type, or the type of `y` if `z` has to get a cotangent."""
     tail, consts = compat.opened(eqn.params["tail"])
     (value,) = jaxprs.run(tail, consts, z.astype(eqn.params["dtype"]), *others)
     return [value if z.dtype == eqn.params["dtype"] else with_cotangent_of(value, z)]
@@ -68,7 +68,7 @@ def evaluate_widen(eqn: Any, z: jax.Array, others: Sequence) -> list:
 
 @jax.custom_jvp
 def _differentiated_once(x: Any) -> Any:
-    """Return `x`, and raise an error if a derivative of a backward pass, a second derivative, comes here."""
+    """Return `x`. Raise an error if JAX differentiates this, as only a second derivative of the loss does."""
     return x
 
 

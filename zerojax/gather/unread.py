@@ -1,11 +1,11 @@
 """Open calls of functions with a custom derivative that read a parameter only to quantise it.
 
-Quantised products are functions with a custom derivative. Flax's direct FP8 layers give a product both the kernel and
-its float8 copy: the product reads the copy alone, and takes the kernel only because the kernel gets the cotangent. They
-also read a scale, which the call that quantises the kernel returns, although the scale does not depend on the kernel.
-The products of qwix quantise the kernel themselves. All these calls would need the whole kernel on every device.
-`spared` evaluates them without it: the quantised value is computed first, by equations that `narrow` can move to the
-shards, and the product takes this value.
+Quantised products are functions with a custom derivative. In Flax's direct FP8 layers, a product takes both the kernel
+and a float8 copy of the kernel. It reads the copy alone, and takes the kernel only to give it a cotangent. The call
+that quantises the kernel also returns a scale. The scale does not depend on the kernel, but reading it makes the call
+need the kernel. In qwix, the product quantises the kernel itself. All these calls would need the whole kernel on every
+device. `spared` evaluates them without the kernel: equations that `narrow` can move to the shards compute the quantised
+value first, and the product takes this value.
 """
 
 import functools
@@ -26,7 +26,7 @@ def is_small(v: Any, var: Any) -> bool:
 
 
 def spared(eqn: Any, values: Sequence, dims: Mapping) -> list | None:
-    """Evaluate a call of a function with a custom derivative, with fewer uses of parameters. The results are equal.
+    """Evaluate a call of a function with a custom derivative so that it needs fewer parameters. The results are equal.
 
     Return None if `eqn` is another equation, or if nothing can be spared. `dims` is a result of `parts.dims_of`.
     """
@@ -144,7 +144,7 @@ class _Call:
         return [by_place.get(k) for k in range(len(self.eqn.outvars))]
 
     def apart(self, k: int, operands: Collection[int], values: Sequence) -> jax.Array | None:
-        """Compute result `k` alone. Return None if it needs `operands`, or if a cotangent depends on its cotangent."""
+        """Compute result `k` alone. Return None if it needs one of `operands`, or if its cotangent has any effect."""
         result = self.results[self.order.index(k)]
         _, moved = jaxprs.needed_for(self.passes.eqns, list(self.pulled.values()))
         _, reads = jaxprs.needed_for(self.passes.eqns, [result])

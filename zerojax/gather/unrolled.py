@@ -14,7 +14,7 @@ def unrolled(jaxpr: Any, params: Collection, stacks: Collection) -> tuple[Any, l
     """Return a jaxpr whose scans over `stacks` call their body once per iteration, and the constants of the jaxpr.
 
     Each call is a block, which reads one row of each stack. Rows of other operands are sliced before the first call, so
-    that they are results of one segment. A scan that also reads one of the other `params` layer by layer stays.
+    that they are results of one segment. A scan that also reads one of the other `params` layer by layer stays a scan.
     """
 
     def rule(eqn, values):
