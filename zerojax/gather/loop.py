@@ -1,4 +1,4 @@
-"""Sort the operands of a scan over layers by kind, and gather the layers of one iteration, for both passes.
+"""Sort the operands of a scan over layers by kind, and gather the layers of one iteration. Both passes use this.
 
 A scan equation lists its operands as `(*constants, *carry, *stacks)`. Constants and stacks may contain sharded
 parameters, but the carry does not. This module separates parameters, which the engine gathers, from other operands.

@@ -63,10 +63,10 @@ class Forward:
         return carry, following if self.ahead else [], stacks
 
     def rows(self, iteration, carry: Sequence, gathered: Sequence) -> tuple[list, tuple]:
-        """Compute one iteration, and return `(carry, rows)`.
+        """Compute one iteration, and return `(carry, rows)`. Each row becomes one entry of a stack.
 
-        The rows are written into stacks. They are results, saved residuals, the carry with which the iteration started,
-        and the gathered layers if they are kept.
+        The rows are results, saved residuals, the carry with which the iteration started, and the gathered layers if
+        they are kept.
         """
         loop, passes = self.loop, self.passes
         others = [*self.consts, *carry, *(loop.row(x, iteration) for x in self.slices)]
@@ -120,8 +120,8 @@ class ScanSegment(Segment):
     @property
     def waits_for_next(self) -> bool:
         """Return whether the iterations gather layers; see `Segment`."""
-        # If they do not gather, the whole loop can hide the next segment's gathers. When the results waited for them,
-        # XLA ended half of them before the loop.
+        # If the iterations gather nothing, the whole loop can hide the next segment's gathers. When the loop's results
+        # waited for these gathers, XLA ended half of the gathers before the loop.
         return bool(self.loop.stacked)
 
     def forward(self, gathers: GatherScheduler, moving: Set) -> tuple[list, BlockResiduals | None]:
@@ -164,7 +164,7 @@ class ScanSegment(Segment):
         scan_backward.backward(self, self.loop, residuals, gathers, grads)
 
     def _passes(self, entry, others, slices, moving: Set, gathers: GatherScheduler) -> Passes:
-        """Return the passes of the body. Every carry is active, because it may depend on any active input."""
+        """Return the body's passes. Every carry is active: a later iteration may make it depend on an active input."""
         loop = self.loop
         active = [index is not None and self.others[index] in moving for index in loop.others]
         active[loop.consts : loop.consts + loop.carry] = [True] * loop.carry

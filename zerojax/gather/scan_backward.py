@@ -74,16 +74,16 @@ class Backward:
 
     @functools.cached_property
     def experts(self) -> dict[int, tuple[str, ...]]:
-        """Return the axes over which gradients of experts are summed, by their index in the loop's parameters.
+        """Map the index of an expert in the loop's parameters to the axes over which its gradient is summed.
 
-        There are none for experts that every iteration uses, so that the sum over the iterations is one array.
+        An expert that every iteration uses has no axes, so that the sum over the iterations is one array.
         """
         found = self.layers.options.comm.experts(param.leaf for param in self.loop.params)
         return {i: () if i < len(self.loop.shared) else axes for i, axes in found.items()}
 
     @property
     def trained(self) -> dict:
-        """Map the key of each stack that has a gradient to its index in `loop.stacked`."""
+        """Map the key of each stack that has a gradient to the index of the stack in `loop.stacked`."""
         first = len(self.loop.shared)
         return {self.loop.stacked[i - first].key: i - first for i in reversed(self.passes.active_params) if i >= first}
 
@@ -99,7 +99,7 @@ class Backward:
         return list(cotangent_rows(self.passes, self.loop).values())[: len(self.active_others[1])]
 
     def gather(self, iteration, anchor: Sequence[jax.Array] = ()) -> tuple[list, list]:
-        """Return `(gathered layers, anchor)` of one iteration. Layers that the forward pass kept are not gathered."""
+        """Return one iteration's `(gathered layers, anchor)`. Layers that the forward pass kept need no gather."""
         if self.residuals.gathered is None:
             return self.layers.gather(iteration, anchor)
         _, stacks = self.residuals.gathered
@@ -118,8 +118,8 @@ class Backward:
         of_consts, _, of_slices = self.active_others
         zeros = lambda i: (comm.zeros if i in self.later else compat.zero_cotangent)(others[i].shape, others[i].dtype)
         consts = [zeros(i) for i in of_consts]
-        # Every row will be overwritten, so the stacks may start with any value. This value is computed only now,
-        # because XLA could allocate stacks of zeros at the start of the program.
+        # Every row will be overwritten, so the stacks may start with any value. A value that is computed only now keeps
+        # XLA from allocating the stacks at the start of the program, as it could do with zeros.
         index, first = next(iter(self.cotangents.items()))
         seed = comm.element(first, cotangent_rows(self.passes, loop)[index])
         rows = [zeros(i) for i in of_slices]

@@ -47,7 +47,7 @@ _COMPUTING = frozenset({Kind.PRODUCT, Kind.KERNEL, Kind.FOREIGN})
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class BlockResiduals:
-    """What a segment's forward pass leaves for its backward pass. For JAX, a part of the program's residuals."""
+    """What a segment's forward pass stores for its backward pass. JAX sees those of all segments as one residual."""
 
     # The saved residuals of `Passes.run`. For a scan, a pair `(saved, carried)` of stacks of these residuals, and
     # stacks of the carry with which each iteration started. For reductions, their results.
@@ -159,9 +159,9 @@ class Segment(abc.ABC):
     def take_inputs(self, gathers: GatherScheduler, *, ahead: bool = True) -> tuple[list, list]:
         """Return `(gathered parameters, others)` for the forward pass, and start the gathers of later segments.
 
-        The gathers wait for an anchor. This is an input that depends on the previous segment that gathered. A segment
-        without such an input is an independent branch, which must not wait for the previous segment. Its anchor is any
-        input that a segment computed, and only its gathers also wait for the previous segment (`beside` of `start`).
+        The gathers wait for an anchor: an input that depends on the previous segment that gathered. A segment without
+        such an input is an independent branch, which must not wait for the previous segment. Then the anchor is any
+        input that a segment computed, and only the gathers also wait for the previous segment (`beside` of `start`).
         """
         if not self.params:
             return [], [gathers.env[v] for v in self.others]
@@ -205,7 +205,7 @@ class Segment(abc.ABC):
             return jax.vmap(lambda row: passes.pull(one, gathered, *kept, row, zero, sums=sums))(rows)
 
     def cotangents(self, indices: Sequence[int], grads: GradScheduler) -> list | None:
-        """Return the cotangents of the results at `indices`, with zeros where one is missing, or None if all are."""
+        """Return the cotangents of the results at `indices`, with zeros for missing ones. None: all are missing."""
         keys, avals = [self.results[i] for i in indices], [self.jaxpr.outvars[i].aval for i in indices]
         if not any(key in grads.cotangents for key in keys):
             return None
@@ -246,8 +246,8 @@ class BlockSegment(Segment):
         with names.in_scopes(self.scope, "jvp"):
             results, saved = passes.run(gathered, others)
         others = [x if i in passes.needed_others else None for i, x in enumerate(others)]
-        # Only the rest of the loss lies between the last use and its backward pass, so dropping the parameters and
-        # gathering them again would save no memory.
+        # Between the last use and its backward pass runs only the end of the loss. So dropping the last use's
+        # parameters and gathering them again would save no memory.
         keeps = not self.params or gathers.is_last or not gathers.options.reshard_after_forward
         kept = [x if i in passes.needed else None for i, x in enumerate(gathered)] if keeps else None
         return results, BlockResiduals(saved, others, [gathers.env[v] for v in self.operands], kept, passes)
@@ -290,7 +290,7 @@ def is_plain(eqn: Any) -> bool:
     """Return whether an equation can run in any block. Effects, remats, kernels and loops over layers cannot."""
     if eqn.effects or eqn.primitive.name in ("shard_map", "pallas_call") or compat.is_remat(eqn):
         return False
-    # The arrays of which iterations read rows may be stacks of layers. Power iterations read none.
+    # The operands that a scan reads row by row may be stacks of layers. Power iterations have no such operands.
     loop = compat.loop_of(eqn)
     return loop is None or len(eqn.invars) == loop.consts + loop.carry
 
@@ -307,7 +307,7 @@ class Program:
     experts: frozenset = frozenset()  # variables of experts that a data axis divides, and that are not gathered
 
     def live(self, active: Sequence[bool], results: Sequence) -> set:
-        """Return the variables through which cotangents flow from some `results` to the `active` arguments."""
+        """Return the variables through which cotangents flow from `results` to the arguments that are `active`."""
         pairs = zip(self.invars, active, strict=False)
         forward = {v for v, on in pairs if on and differentiable(v.aval.dtype)}
         forward.update(c.param.root for c in self.shardwise if not forward.isdisjoint(c.eqn.invars))

@@ -1,4 +1,4 @@
-"""`block` marks a layer. `tiled` runs a function on one tile of a sequence at a time, which saves memory."""
+"""`block` marks a layer of a model. `tiled` saves memory: it runs a function on one tile of a sequence at a time."""
 
 from __future__ import annotations
 

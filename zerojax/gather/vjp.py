@@ -32,7 +32,7 @@ from zerojax.layout.leaf import replace_items
 
 
 class Sums(NamedTuple):
-    """The sums over devices that the reduction of gradients makes, instead of the backward pass of a segment."""
+    """The sums over devices that a segment's backward pass leaves to the later reduction of gradients."""
 
     later: tuple[int, ...] = ()  # indices of the others whose cotangents may be partial sums
     experts: tuple[tuple[int, tuple[str, ...]], ...] = ()  # `Collectives.experts` of `(*params, *others)`, as pairs
@@ -181,8 +181,8 @@ def traced_passes(
     """Trace `function(params, others)`, which returns a list of arrays, and its derivative.
 
     `params` has the gathered parameters, or their shapes. `trained` and `active` say which parameters and others get
-    cotangents, and `wanted` has the indices of the results to differentiate (None: all). `carried` has, by the index of
-    a parameter whose gathered type has no useful cotangents (int8, float8), the type in which the function takes it.
+    cotangents, and `wanted` has the indices of the results to differentiate (None: all). If a parameter's gathered type
+    has no useful cotangents (int8, float8), `carried` maps its index to the type in which the function takes it.
     """
     active_params = tuple(i for i, on in enumerate(trained) if on and (i in carried or differentiable(params[i].dtype)))
     active_others = tuple(i for i, on in enumerate(active) if on and differentiable(others[i].dtype))
@@ -242,7 +242,7 @@ def shared_passes(
     rows: RowStates,
     **options: Any,
 ) -> Passes:
-    """Call `traced_passes`, if `known` is given once for all segments that share it and have inputs of equal types."""
+    """Call `traced_passes`. The cache `known` makes segments that have inputs of equal types share one trace."""
     if known is None:
         return traced_passes(function, params, others, rows=rows, **options)
     types = tuple(jax.typeof(x) for x in (*params, *others))
@@ -255,7 +255,7 @@ def shared_passes(
 
 
 def _classified(jaxpr, params: int, results: int):
-    """Sort the residuals as the module says, and return `(forward, sources, derive, derive_reads)` for `Passes`.
+    """Sort the residuals into the module's four kinds. Return `(forward, sources, derive, derive_reads)` of `Passes`.
 
     `params` is the number of arguments that are parameters. The residuals follow the first `results` outputs.
     """
@@ -311,7 +311,7 @@ def _is_by_element(eqn: Any) -> bool:
 
 
 def _recomputed(jaxpr, kept: Collection, params: int, mixed: Set) -> dict[Any, dict]:
-    """Return the residuals to compute again although they depend on more than parameters.
+    """Return the residuals that are cheaper to compute again than to store, although they depend on activations, too.
 
     Such a residual is computed element by element from a parameter of its size. The other values that it reads are
     kept anyway, or take less memory than the residual. The result maps each residual to the values that it reads.
