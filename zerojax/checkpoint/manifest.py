@@ -2,8 +2,8 @@
 
 The manifest lists the leaves, and the size and sha256 of every other file. `manifest.sha256` has the digest of
 `manifest.json` itself, in the format of the command `sha256sum`. Every file is read and digested before the checkpoint
-is used: `damage_in` checks that each file of the manifest has the bytes that were written. Before a checkpoint is
-committed, `lacking` checks that the manifest lists all files that its leaves need.
+is used: `damage_in` checks that each file of the manifest has the bytes that were written, and `lacking` checks that
+the manifest lists all files that its leaves need. The same two functions check a checkpoint before it is committed.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def read_manifest(directory: Path) -> Manifest | list[Damage]:
     try:
         body = json.loads(text)
         if (made := body.pop("version")) <= VERSION:
-            return manifest_of(body)
+            return parse_manifest(body)
     except (ValueError, TypeError, LookupError, AttributeError) as error:
         return [("", MANIFEST, f"is no manifest ({type(error).__name__}: {error})")]
     raise ValueError(
@@ -149,22 +149,22 @@ def read_manifest(directory: Path) -> Manifest | list[Damage]:
     )
 
 
-def manifest_of(body: dict[str, Any]) -> Manifest:
+def parse_manifest(body: dict[str, Any]) -> Manifest:
     """Build a manifest from its JSON. Any error means that the JSON is not a manifest."""
-    leaves = tuple(map(leaf_of, body["leaves"]))
+    leaves = tuple(map(parse_leaf, body["leaves"]))
     files = {name: (size, sha256) for name, (size, sha256) in body["files"].items()}
     found = body.get("transformation")
     described = found and Description(found["structure"], tuple(found["operations"]), found["program"])
     return Manifest(body["step"], leaves, files, body["made_by"], described)
 
 
-def leaf_of(body: dict[str, Any]) -> SavedLeaf:
+def parse_leaf(body: dict[str, Any]) -> SavedLeaf:
     """Build a leaf from its JSON. Leaves of format 1 have no pieces."""
-    pieces = tuple(map(piece_of, body.get("pieces", ())))
+    pieces = tuple(map(parse_piece, body.get("pieces", ())))
     return SavedLeaf(**{**body, "path": tuple(body["path"]), "shape": tuple(body["shape"]), "pieces": pieces})
 
 
-def piece_of(body: dict[str, Any]) -> PackedPiece:
+def parse_piece(body: dict[str, Any]) -> PackedPiece:
     return PackedPiece(**{**body, "start": tuple(body["start"]), "shape": tuple(body["shape"])})
 
 
@@ -275,7 +275,7 @@ def verified(root: Path, step: int, processes: Processes | None = None) -> Manif
 def reading(root: Path, manifest: Manifest) -> Iterator[None]:
     """Enter a context in which a verified checkpoint is read. At its end, raise an error if another run replaced it.
 
-    Without this check, a replaced checkpoint could restore zeros, because zarr reads missing files as zeros.
+    Without this check, leaves of two checkpoints of the same step could be mixed.
     """
     try:
         yield

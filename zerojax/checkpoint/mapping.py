@@ -173,7 +173,7 @@ def sections_of(template: str, target: Target, leaves: Any, claims: dict[int, st
         if k in claims:
             raise ValueError(f"{leaves[k][0]!r} has an entry already, {claims[k]!r}")
         claims[k] = template
-    written = None if text is None else parse(text)
+    written = None if text is None else parse_pattern(text)
     for k, match, shape in matches:
         pattern = written or same_dims(len(shape) - len(stacked))
         rank = len(stacked) + len(pattern.right)
@@ -206,7 +206,7 @@ def fitted_sections(name: str, sections: list[Section], count: int) -> list[Sect
     return [dataclasses.replace(one, start=start) for one, start in zip(sections, starts, strict=False)]
 
 
-def parse(text: str) -> Pattern:
+def parse_pattern(text: str) -> Pattern:
     before, arrow, after = text.partition("->")
     dims = [(inner or one).split() for inner, one in re.findall(r"\(([^()]*)\)|([^\s()]+)", before)]
     left = tuple(tuple(name.removesuffix("+") for name in dim) for dim in dims)

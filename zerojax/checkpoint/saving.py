@@ -41,7 +41,7 @@ from zerojax.checkpoint.manifest import (
     digest,
     lacking,
     made_by,
-    piece_of,
+    parse_piece,
     write_manifest,
 )
 from zerojax.checkpoint.state_leaves import StateLeaf, state_leaves
@@ -167,7 +167,7 @@ class Save:
             digested = json.loads(path.read_text())
             files |= digested["files"]
             for name, piece in digested["pieces"]:
-                pieces[name].append(piece_of(piece))
+                pieces[name].append(parse_piece(piece))
             path.unlink()
         leaves = tuple(dataclasses.replace(leaf, pieces=tuple(pieces[leaf.name])) for leaf in manifest.leaves)
         made = made_by(self._processes.count)
