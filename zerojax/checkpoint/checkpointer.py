@@ -82,12 +82,9 @@ class Checkpointer:
         self._lock: Lock | None = None
         self._mutex = threading.RLock()
         KNOWN.add(self)
-        if not read_only:
-            self._open()
-
-    def _open(self) -> None:
-        """Lock the directory and clean up after killed saves, both on the first process."""
-        self._require_same("open a Checkpointer", keep=self.keep, every=self.every)
+        if read_only:
+            return
+        self._require_same("open a Checkpointer", keep=keep, every=every)
         try:
             failure = attempt(self._lock_and_clean) if self._processes.is_first else ""
             self._processes.agree("open a Checkpointer", failure)
