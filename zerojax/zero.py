@@ -166,8 +166,8 @@ class ZeroTransformation(TreeTransformation):
         """Create the state of a new run at step 0, with the parameters in storage and an optimizer state.
 
         Args:
-            params: Logical parameters, parameters in storage, or shapes. They are copied. Master weights are copied
-                from them without rounding. Delete the originals to free their memory.
+            params: Logical parameters, parameters in storage, or shapes. They are copied, master weights before the
+                parameters are rounded to their stored types. Delete the originals to free their memory.
             mutable: The initial mutable state, such as batch statistics, for a loss with `mutable=True`: a tree of
                 arrays, which every device holds in full.
             opt_state: A plain optax state to continue from, as for `adopt`. None: a fresh state.

@@ -1,4 +1,7 @@
-"""A transformation that takes the gradients of a part of its parameters: the error names a way that works."""
+"""Loops that do more than update: line searches evaluate the loss, and lookahead has two copies of the parameters.
+
+A transformation takes the gradients of a part of its parameters: the error names a way that works.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +13,9 @@ from conftest import mesh_of
 from zerojax import Tuning, zero_shard
 
 PARAMS = {"w": jnp.linspace(0.1, 1, 128).reshape(16, 8), "b": jnp.ones(8)}
+# No dim of `w` and `b` is divided by 4 devices.
+UNEVEN = {"w": jnp.sin(jnp.arange(42.0)).reshape(6, 7), "b": jnp.zeros(13), "frozen": jnp.ones(7)}
+ROWS = jnp.cos(jnp.arange(48.0)).reshape(8, 6)
 BATCHES = np.asarray(jax.random.normal(jax.random.key(0), (4, 16, 16)))
 
 
@@ -48,3 +54,41 @@ def test_the_remedy_works():
     wanted = lookahead(optax.adam(1e-2), jax.value_and_grad(loss), PARAMS)
     for have, want in zip(found, wanted, strict=True):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), tx.unshard(have), want)  # other order
+
+
+def regression(p, x):
+    return jnp.mean((jnp.tanh(x @ p["w"]) * p["frozen"]) ** 2) + jnp.mean((p["b"] - 1) ** 2)
+
+
+def lbfgs():
+    return optax.lbfgs(memory_size=2)
+
+
+def backtracking():
+    search = optax.scale_by_backtracking_linesearch(max_backtracking_steps=4, store_grad=True)
+    return optax.chain(optax.sgd(0.5), search)
+
+
+def fitted(tx, gradient, params):
+    @jax.jit
+    def step(params, state):
+        value, grad = gradient(params, ROWS)
+        extra = {"value": value, "grad": grad, "value_fn": lambda p: regression(p, ROWS)}
+        updates, state = tx.update(grad, state, params, **extra)
+        return value, optax.apply_updates(params, updates), state
+
+    state = tx.init(params)
+    for _ in range(2):
+        value, params, state = step(params, state)
+    return value, params, state
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "optimizer"), [(3, backtracking), pytest.param(1, lbfgs, marks=pytest.mark.slow)])
+def test_a_line_search_equals_that_of_one_device(stage, optimizer):
+    tx = zero_shard(optimizer(), stage=stage, mesh=mesh_of(4), tuning=Tuning(persist_below=0))
+    value, params, _ = fitted(tx, tx.value_and_grad(regression), tx.shard(UNEVEN))
+    expected, plainly, _ = fitted(optimizer(), jax.value_and_grad(regression), UNEVEN)
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+    for name, x in plainly.items():
+        np.testing.assert_allclose(params[name], x, rtol=1e-4, atol=1e-5, err_msg=name)  # the search divides by sums
