@@ -76,7 +76,7 @@ def eval_step(config: Config, fn: Callable) -> Callable:
         with unusable_named(config.mesh, params=params, batch=batch):
             check_leaf_types(batch)
             on_disk = has_chunked(params)
-            is_new = not on_disk and same.is_new(signature_of(params), batch, args)
+            is_new = not on_disk and same.is_needed and same.is_new(signature_of(params), batch, args)
             wait_if_simulated(config.mesh, (params, batch, args))
             on_all = lambda x: place_leaf(x, replicated(config.user_mesh))
             divides = is_divisible(batch, config.data, config.batch_spec)

@@ -155,7 +155,7 @@ def differentiate_tree(config: Config, loss: Loss, *, accumulate: int) -> Callab
                 "The parameters are on disk, and tx.value_and_grad runs one program, which needs all of them in "
                 "memory. Train them with the step of tx.train_step, which runs in stages."
             )
-        is_new = same.is_new(signature_of((params, state)), batch, rest)
+        is_new = same.is_needed and same.is_new(signature_of((params, state)), batch, rest)
         layout, rows = layout_of(config, params), place_batch(config, batch, accumulate)
         is_traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(params))
         if not is_traced and next(calls) == 0:
@@ -310,7 +310,7 @@ def update_tree(config: Config, updates: Any, state: Any, params: Any = None, **
     static = tuple((k, v) for k, v in extra.items() if k not in arrays)
     form = TreeForm(config, layout_of(config, like, **seen_in(state)), padded_forms(like))
     same = same_updates(config)
-    is_new = same.is_new((signature_of((updates, state, params)), static), arrays, ())
+    is_new = same.is_needed and same.is_new((signature_of((updates, state, params)), static), arrays, ())
     return same.call(jitted_update, updates, state, params, arrays, form, static, is_new=is_new)
 
 
