@@ -64,6 +64,7 @@ class StateFiles:
         self.writes = 0  # a count of the chunks that were written, or are waiting to be
         self._specs: list[ChunkSpec] = []
         self._in_memory: set[int] = set()
+        self._close: Callable[[], Any] = lambda: None  # closes the store
         for k, of in leaves.items():
             for n, shape in enumerate(of.chunking.chunk_shapes(of.leaf)):
                 self._index[k, n] = len(self._specs)
@@ -201,8 +202,8 @@ class StateFiles:
         """Give up the files after an interrupted step, and unlock their folder. Writing all leaves makes them again."""
         self._begin_version()
         self._before = None
-        if self.__dict__.pop("_store", None) is not None:
-            self._close()  # which drops its reference to the store, and so the chunks in host memory
+        self.__dict__.pop("_store", None)
+        self._close()  # which drops its reference to the store, and so the chunks in host memory
 
 
 @dataclasses.dataclass(frozen=True)
