@@ -298,7 +298,7 @@ def files_of(state):
     from zerojax.layout.leaf import is_chunked
 
     nodes = jax.tree.leaves((state.params, state.opt_state), is_leaf=is_chunked)
-    return {id(x.store.files): x.store.files for x in nodes if is_chunked(x)}.values()
+    return {id(x.leaf_files.state_files): x.leaf_files.state_files for x in nodes if is_chunked(x)}.values()
 
 
 def resident():

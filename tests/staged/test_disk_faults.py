@@ -29,7 +29,7 @@ def begun(path, kept="params"):
     tx = on_disk(path, devices=2) if kept == "params" else sharded(devices=2, offload=offload)
     step, state = tx.train_step(LOSS), tx.create(model_params())
     state, _ = step(state, batch_of(0))
-    files = next(filter(is_chunked, jax.tree.leaves(getattr(state, kept), is_leaf=is_chunked))).store.files
+    files = next(filter(is_chunked, jax.tree.leaves(getattr(state, kept), is_leaf=is_chunked))).leaf_files.state_files
     files.flush()
     return tx, step, state, sorted(files.path.glob("chunk_*"))
 

@@ -361,7 +361,7 @@ def test_host_memory_takes_the_place_of_files(tmp_path):
         state, found = moved(tx.train_step(LOSSES["loop"]), tx.create(model_params()), range(2))
         files = files_of(state.params)
         moments = next(filter(is_chunked, jax.tree.leaves(state.opt_state, is_leaf=is_chunked)))
-        buffers = files.buffer_bytes + moments.store.files.buffer_bytes
+        buffers = files.buffer_bytes + moments.leaf_files.state_files.buffer_bytes
         held = sum(x.nbytes for arrays in files._store._in_memory.values() for x in arrays)
         assert held == 0 if host_bytes is None else buffers + held <= tx.config.offload.host_bytes
         states.append(jax.device_get(tx.unshard(state.params)))

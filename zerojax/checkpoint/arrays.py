@@ -84,7 +84,7 @@ class ArrayHandler(type_handlers.ArrayHandler):
         futures = list(await super().serialize(*zip(*arrays, strict=True))) if arrays else []
         try:
             for source, info, arg in entries:
-                if isinstance(source, ChunkedSource) and source.node.store is not None:
+                if isinstance(source, ChunkedSource) and source.node.leaf_files is not None:
                     self.copies += begin_copy(source.node, Path(info.parent_dir) / info.name)
                 elif isinstance(source, ChunkedSource):
                     futures += await super().serialize([joined(source.node)], [info], [arg])
@@ -132,7 +132,7 @@ def begin_copy(node: Chunked, folder: Path) -> list[Future[None]]:
     files = [folder / name if name else None for name in files_of_shards(node.sharding, node.shape)]
     for file in filter(None, files):
         file.touch()
-    return node.store.copy(*node.chunks, functools.partial(write_chunk, files, local, node.chunking))
+    return node.leaf_files.copy(*node.chunks, functools.partial(write_chunk, files, local, node.chunking))
 
 
 def files_of_shards(sharding: NamedSharding, shape: tuple[int, ...]) -> list[str]:

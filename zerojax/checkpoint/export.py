@@ -210,14 +210,14 @@ def gather_to_host(x: Any, leaf: Leaf, index: tuple[int, ...]) -> np.ndarray:
 
     A stack of layers on disk is loaded onto the devices one layer at a time.
     """
-    if is_chunked(x) and x.store is not None and x.chunking.is_by_row(x.leaf):
+    if is_chunked(x) and x.leaf_files is not None and x.chunking.is_by_row(x.leaf):
         if not index:
             stack = np.empty(leaf.shape, leaf.dtype)
             for i in range(len(stack)):
                 stack[i] = gather_to_host(x, leaf, (i,))
             return stack
         layer = dataclasses.replace(leaf, shape=(1, *leaf.shape[1:]))
-        return gather_to_host(x.store.load_chunk(*x.chunks, index[0]), layer, (0, *index[1:]))
+        return gather_to_host(x.leaf_files.load_chunk(*x.chunks, index[0]), layer, (0, *index[1:]))
 
     def gather(x) -> np.ndarray:
         x = joined(x) if is_chunked(x) else x

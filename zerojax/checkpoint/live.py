@@ -114,7 +114,7 @@ def moved_state(state: ZeroState, like: ZeroState, *, donate: bool) -> ZeroState
 
 def bytes_on_device(x: Any) -> int:
     if is_chunked(x):  # chunks that are not in host memory are those of `Offload(device_bytes=)`
-        return sum(map(bytes_on_device, x.chunks)) if x.store is None else 0
+        return sum(map(bytes_on_device, x.chunks)) if x.leaf_files is None else 0
     if x.sharding.memory_kind in KINDS:
         return 0
     return x.dtype.itemsize * math.prod(x.sharding.shard_shape(x.shape))
@@ -126,7 +126,7 @@ def open_files(nodes: list[Any]) -> None:
     Raises:
         DiskError: On every process, if one of them cannot open its files. Otherwise the others would wait for it.
     """
-    files = dict.fromkeys(x.store.files for x in nodes if is_chunked(x) and x.store is not None)
+    files = dict.fromkeys(x.leaf_files.state_files for x in nodes if is_chunked(x) and x.leaf_files is not None)
     if not files:
         return
     problem = ""
@@ -149,7 +149,7 @@ def free(nodes: list[Any], *, keep: list[Any]) -> None:
     Leaves on disk share one array, the version of their files, which is not freed.
     """
     kept = {id(x) for x in jax.tree.leaves(keep)}
-    for x in jax.tree.leaves([node for node in nodes if not is_chunked(node) or node.store is None]):
+    for x in jax.tree.leaves([node for node in nodes if not is_chunked(node) or node.leaf_files is None]):
         if isinstance(x, jax.Array) and id(x) not in kept and not x.is_deleted():
             x.delete()
 
@@ -159,7 +159,7 @@ def is_same(given: StateLeaf, wanted: StateLeaf) -> bool:
     x, like = given.array, wanted.array
     if is_chunked(x) and is_chunked(like):
         parts = lambda node: (node.leaf, node.chunking, node.sharding)
-        return x.store is None and like.store is None and parts(x) == parts(like)
+        return x.leaf_files is None and like.leaf_files is None and parts(x) == parts(like)
     if is_chunked(x) or is_chunked(like):
         return False
     return (given.leaf, x.dtype, x.sharding) == (wanted.leaf, like.dtype, like.sharding)

@@ -198,10 +198,10 @@ def stored_bytes(array: jax.Array | Chunked) -> dict[str, dict[jax.Device, int]]
     """Return the bytes of an array by place and by device of this process, as in `Row`."""
     sizes = Counter[jax.Device]()
     if isinstance(array, Chunked):
-        for chunk in array.chunks if array.store is None else ():
+        for chunk in array.chunks if array.leaf_files is None else ():
             sizes.update(stored_bytes(chunk).get("device", {}))
         there = {x: array.leaf.local_bytes - sizes[x] for x in array.sharding.addressable_devices}
-        return {"host" if array.store is None else "disk": there, "device": dict(sizes)}
+        return {"host" if array.leaf_files is None else "disk": there, "device": dict(sizes)}
     for shard in array.addressable_shards:
         sizes[shard.device] += math.prod(shard.data.shape) * itemsize(array)
     return {"device" if array.sharding.memory_kind in (None, "device") else "host": dict(sizes)}
@@ -229,8 +229,8 @@ def array_in_words(array: jax.Array | Chunked) -> str:
     sharding = array.sharding
     spec = getattr(sharding, "spec", None)
     if isinstance(array, Chunked):
-        memory, count = "on disk" if array.store is not None else "in host memory", len(array.chunking.extents)
-        kept = sum("device" in stored_bytes(chunk) for chunk in array.chunks) if array.store is None else 0
+        memory, count = "on disk" if array.leaf_files is not None else "in host memory", len(array.chunking.extents)
+        kept = sum("device" in stored_bytes(chunk) for chunk in array.chunks) if array.leaf_files is None else 0
         text = f"{spec} {memory}, {count} chunk{'s' * (count > 1)}"
         return f"{text}, of which {kept} on the device" if kept else text
     kind = sharding.memory_kind

@@ -19,8 +19,8 @@ def close(state: Any) -> None:
     from zerojax.layout.leaf import is_chunked
 
     for x in jax.tree.leaves(state, is_leaf=is_chunked):
-        if is_chunked(x) and x.store is not None:
-            x.store.files.abandon()
+        if is_chunked(x) and x.leaf_files is not None:
+            x.leaf_files.state_files.abandon()
 
 
 def __dir__() -> list[str]:

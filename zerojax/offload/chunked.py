@@ -104,7 +104,7 @@ class ChunkedLayout:
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["chunks"], meta_fields=["leaf", "chunking", "sharding", "store"]
+    jax.tree_util.register_dataclass, data_fields=["chunks"], meta_fields=["leaf", "chunking", "sharding", "leaf_files"]
 )
 @dataclasses.dataclass(frozen=True)
 class Chunked(ChunkedLayout, ChunkedNode):
@@ -115,11 +115,11 @@ class Chunked(ChunkedLayout, ChunkedNode):
 
     # arrays in host memory; for a leaf on disk, one int32 scalar: the version of its files
     chunks: tuple[Shaped[Array, "*chunk"], ...]
-    store: Any = None  # the store that reads and writes the chunks on disk; None for chunks in host memory
+    leaf_files: Any = None  # the `LeafFiles` of a leaf on disk; None for chunks in host memory
 
     def __reduce__(self):
         """Raise a TypeError, because offloaded state cannot be pickled."""
-        part = "opt_state" if self.store is None else self.store.files.part
+        part = "opt_state" if self.leaf_files is None else self.leaf_files.state_files.part
         raise TypeError(
             f"{part}{self.leaf.path} is offloaded, and cannot be pickled or deep-copied. Save "
             f"the state with a zerojax.checkpoint.Checkpointer, or convert it with tx.unshard({part})."
@@ -217,7 +217,9 @@ def chunked_shape(config: Config, leaf: Leaf, chunking: Chunking) -> Chunked:
 
 def joined(node: Chunked) -> Shaped[Array, "*storage"]:
     """Load an offloaded leaf as one array on the devices, in memory of its own: a step donates the chunks."""
-    chunks = [to_memory(x, "device") for x in node.chunks] if node.store is None else node.store.load(*node.chunks)
+    chunks = (
+        [to_memory(x, "device") for x in node.chunks] if node.leaf_files is None else node.leaf_files.load(*node.chunks)
+    )
     return jitted(join_chunks, node.sharding, node.leaf, node.chunking)(chunks)
 
 
@@ -226,9 +228,9 @@ def filled(node: Chunked, read: Callable[[tuple[slice, ...]], np.ndarray]) -> Ch
 
     `box` has one slice per dim, with a start and an end. Return the new node.
     """
-    if node.store is not None:
+    if node.leaf_files is not None:
         shards = ([read(box) for box in boxes_of(node, n)] for n in range(len(node.chunking.extents)))
-        return dataclasses.replace(node, chunks=(node.store.write(shards),))
+        return dataclasses.replace(node, chunks=(node.leaf_files.write(shards),))
     where = host_sharding(concrete_mesh(node.sharding), node.sharding.spec)
     shapes = node.chunking.chunk_shapes(node.leaf)
     boxes = [(box,) for n in range(len(shapes)) for box in boxes_of(node, n)]
@@ -255,8 +257,8 @@ def replaced(node: Chunked, x: Shaped[Array, "*storage"]) -> Chunked:
     Only one chunk at a time is in device memory besides `x`.
     """
     chunks = chunks_of(x, node.leaf, node.chunking)
-    if node.store is not None:
-        return dataclasses.replace(node, chunks=(node.store.write(map(host_shards, chunks)),))
+    if node.leaf_files is not None:
+        return dataclasses.replace(node, chunks=(node.leaf_files.write(map(host_shards, chunks)),))
     where = host_sharding(concrete_mesh(node.sharding), node.sharding.spec)
     moved = tuple(jax.block_until_ready(jax.device_put(chunk, where)) for chunk in chunks)
     return dataclasses.replace(node, chunks=moved)
@@ -264,9 +266,9 @@ def replaced(node: Chunked, x: Shaped[Array, "*storage"]) -> Chunked:
 
 def kept(node: Chunked) -> Chunked:
     """Return a copy of an offloaded leaf. A leaf on disk stays where it is, and belongs to the new state alone."""
-    if node.store is None:
+    if node.leaf_files is None:
         return replaced(node, joined(node))
-    return dataclasses.replace(node, chunks=(node.store.keep(*node.chunks),))
+    return dataclasses.replace(node, chunks=(node.leaf_files.keep(*node.chunks),))
 
 
 def chunks_of(x: Shaped[Array, "*storage"], leaf: Leaf, chunking: Chunking) -> Iterator[Shaped[Array, "*chunk"]]:

@@ -157,7 +157,7 @@ class StateFiles:
     def writing(self, k: int, *, changes: bool = True) -> Iterator[Int[np.ndarray, ""]]:
         """Enter a context that writes leaf `k` outside of a step. Yield the version that the leaf will have.
 
-        Until all leaves are written, no leaf can be read. If an error ends the writing, it may begin again.
+        Until all leaves are written, no leaf can be read. After an error, all leaves may be written again.
         """
         if self._is_whole:
             self._before, self._changed = self._version, set()
@@ -210,17 +210,17 @@ class StateFiles:
 class LeafFiles:
     """The files of leaf `k` of the state."""
 
-    files: StateFiles
+    state_files: StateFiles
     k: int
 
     @property
     def chunks(self) -> range:
-        return range(len(self.files.leaves[self.k].chunking.extents))
+        return range(len(self.state_files.leaves[self.k].chunking.extents))
 
     def load_chunk(self, version: Any, n: int) -> Array:
         """Load one chunk onto the devices. The files must have this version."""
-        self.files.require(version)
-        return self.files.load(self.k, n)
+        self.state_files.require(version)
+        return self.state_files.load(self.k, n)
 
     def load(self, version: Any) -> list[Array]:
         return [self.load_chunk(version, n) for n in self.chunks]
@@ -230,24 +230,24 @@ class LeafFiles:
 
         Later writes wait for these copies, so `put` gets the leaf as it is at this call.
         """
-        self.files.require(version)
+        self.state_files.require(version)
         copies: list[Future[None]] = []
         try:
             for n in self.chunks:
-                copies.append(self.files.copy(self.k, n, functools.partial(put, n)))
+                copies.append(self.state_files.copy(self.k, n, functools.partial(put, n)))
         except BaseException:
             wait(copies)
             raise
         return copies
 
     def keep(self, version: Any) -> Int[np.ndarray, ""]:
-        return self.files.keep(self.k, version)
+        return self.state_files.keep(self.k, version)
 
     def write(self, chunks: Iterable[Sequence[np.ndarray]]) -> Int[np.ndarray, ""]:
         """Write the shards of each chunk, and return the new version. It is complete when every leaf is written."""
-        with self.files.writing(self.k) as version:
+        with self.state_files.writing(self.k) as version:
             for n, shards in enumerate(chunks):
-                self.files.write_shards(self.k, n, shards)
+                self.state_files.write_shards(self.k, n, shards)
         return version
 
 

@@ -100,7 +100,7 @@ def all_on_device(config: Config, plan: ShardingPlan, state: PyTree) -> PyTree:
     def one(x, leaf: Leaf):
         if not is_chunked(x):
             return x
-        if x.store is not None:
+        if x.leaf_files is not None:
             raise TypeError(ON_DISK)
         chunks = [jax.device_put(chunk, leaf_sharding(config, leaf)) for chunk in x.chunks]
         return join_chunks(config.mesh, chunks, leaf, x.chunking)

@@ -290,5 +290,5 @@ class StagedQueue(UpdateQueue):
 
 
 def _shard(of: OnDisk, group: UpdateGroup, n: int) -> DiskShard:
-    """Return what chunk `n` of a group reads of a parameter or gradient: the whole, if the group is not chunked."""
+    """Return chunk `n` of a parameter or gradient, or the whole shard if the group is not chunked."""
     return DiskShard(of, None if group.chunking is None else n)

@@ -205,8 +205,8 @@ def _files(
 
 def files_of(params: PyTree) -> ModelFiles | None:
     """Return the files of the parameters in a tree, or None if it has no parameter on disk."""
-    stores = (x.store for x in leaves_of(params) if is_chunked(x) and x.store is not None)
-    return next((store.files for store in stores if isinstance(store.files, ModelFiles)), None)
+    found = (x.leaf_files.state_files for x in leaves_of(params) if is_chunked(x) and x.leaf_files is not None)
+    return next((files for files in found if isinstance(files, ModelFiles)), None)
 
 
 def placed_leaf(config: Config, x: Any, leaf: Leaf) -> Array:
@@ -265,8 +265,8 @@ def write_params(
 def write_leaf(files: ModelFiles, i: int, x: Any) -> None:
     """Write parameter `i`. If `x` is on disk in equal chunks, copy these. If not, load it, and slice its chunks."""
     of = files.leaves[i]
-    if is_chunked(x) and x.chunking == of.chunking and x.store is not None:
-        chunks = (x.store.load_chunk(*x.chunks, n) for n in range(len(of.chunking.extents)))
+    if is_chunked(x) and x.chunking == of.chunking and x.leaf_files is not None:
+        chunks = (x.leaf_files.load_chunk(*x.chunks, n) for n in range(len(of.chunking.extents)))
     else:
         # Unlike `placed_leaf`, do not copy an array that is already in place.
         stored = joined(x) if is_chunked(x) else jax.device_put(storage_leaves([x], [of.leaf])[0], of.sharding)

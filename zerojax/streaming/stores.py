@@ -79,11 +79,11 @@ class HostStateStore(StoredNodes):
         self._complete(most=IN_FLIGHT - 1)
 
     def _complete(self, *, most: int) -> None:
-        """Block until at most `most` writes are not done. The arrays of the others are not needed on the device."""
+        """Block until at most `most` writes are unfinished. Free the old chunks of the others."""
         while len(self._writing) > most:
             new, old = self._writing.popleft()
             jax.block_until_ready(new)
-            for x in old:  # free the old chunks, because the state is donated
+            for x in old:  # the state is donated
                 x.delete()
 
     def advance(self) -> None:
@@ -101,7 +101,7 @@ class DiskStateStore(StoredNodes):
 
     def __init__(self, nodes: dict[int, Chunked]):
         super().__init__(nodes)
-        self._files: StateFiles = next(iter(nodes.values())).store.files
+        self._files: StateFiles = next(iter(nodes.values())).leaf_files.state_files
         self._next = jnp.asarray(self._files.next_version)
 
     def fetch(self, group: UpdateGroup, n: int, kind: str) -> list:
@@ -153,7 +153,7 @@ def store_for(config: Config, plan: ShardingPlan, nodes: Sequence[Any] | None = 
         return DiskStateStore(disk_nodes(config, plan))
     on_disk = {k: x for k, x in enumerate(nodes) if is_chunked(x)}
     for node in on_disk.values():
-        node.store.files.require(*node.chunks)
+        node.leaf_files.state_files.require(*node.chunks)
     return DiskStateStore(on_disk)
 
 
@@ -183,7 +183,7 @@ def chunk_bytes(plan: ShardingPlan, k: int, n: int) -> int:
 def state_buffer_bytes(config: Config, plan: ShardingPlan) -> int:
     """Return the bytes of the buffers that read and write a state on disk, or 0 if no state is on disk."""
     nodes = disk_nodes(config, plan) if plan.offloaded else {}
-    return next((node.store.files.buffer_bytes for node in nodes.values() if node.store is not None), 0)
+    return next((node.leaf_files.state_files.buffer_bytes for node in nodes.values() if node.leaf_files is not None), 0)
 
 
 def disk_nodes(config: Config, plan: ShardingPlan) -> dict[int, Chunked]:
@@ -194,4 +194,4 @@ def disk_nodes(config: Config, plan: ShardingPlan) -> dict[int, Chunked]:
     nodes = {k: node for k, node in found if is_chunked(node)}
     most = max(len(group.state) for group in plan.analysis(config).partition.groups)
     files = StateFiles(config.offload.path, nodes, in_flight=IN_FLIGHT * most, copying=(IN_FLIGHT - 1) * most)
-    return {k: dataclasses.replace(node, store=LeafFiles(files, k)) for k, node in nodes.items()}
+    return {k: dataclasses.replace(node, leaf_files=LeafFiles(files, k)) for k, node in nodes.items()}

@@ -63,7 +63,7 @@ class StreamedUpdate:
         self.update = None if config.offload is None else config.offload.update
         self.partition = plan.analysis(config).partition
         self._jit = functools.partial(jax.jit, compiler_options=dict(compiler_options) or None)
-        # Return the program that runs `run(config, key, ...)`. `donate` counts the arguments after these two.
+        # Returns the program that runs `run(config, key, ...)`. `donate` counts the arguments after these two.
         self.program = functools.cache(
             lambda run, key, donate: self._jit(functools.partial(run, config, key), donate_argnums=donate)
         )

@@ -272,7 +272,10 @@ class Traced(NamedTuple):
     structure: Any  # the tree structure of the loss's result
 
     def forward(self, one: Microbatch, stored: Mapping[int, Array], inputs: tuple) -> Any:
-        """Return the loss's result. `stored` has parameters by index, and `inputs` the arguments after all of them."""
+        """Run the forward pass of a microbatch, and return the loss's result.
+
+        `stored` has the parameters on the devices, by index. `inputs` are the arguments after the parameters.
+        """
         given = [*split_arrays(inputs)[0], *self.consts]
         first = len(self.staged.program.invars) - len(given)
         return jax.tree.unflatten(self.structure, one.forward({**stored, **dict(enumerate(given, first))}))
