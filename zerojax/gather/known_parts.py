@@ -49,7 +49,6 @@ def _part(eqn: Any, body: Any, results: Sequence[int]) -> Any:
     operands = [i for i, v in enumerate(body.invars) if v in reads]
     pick = lambda items, indices: [items[i] for i in indices]
     part = compat.part_of(body, eqns, pick(body.invars, operands), wanted)
-    specs = {"in_specs": tuple(pick(eqn.params["in_specs"], operands))}
-    specs |= {"out_specs": tuple(pick(eqn.params["out_specs"], results))}
-    params = eqn.params | specs | {"jaxpr": part}
+    specs = tuple(pick(eqn.params["in_specs"], operands)), tuple(pick(eqn.params["out_specs"], results))
+    params = eqn.params | {"in_specs": specs[0], "out_specs": specs[1], "jaxpr": part}
     return eqn.replace(invars=pick(eqn.invars, operands), outvars=pick(eqn.outvars, results), params=params)

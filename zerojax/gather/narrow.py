@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from zerojax import compat, jaxprs, names, signatures
-from zerojax.gather.parts import dims_of, part, without_calls
+from zerojax.gather.parts import dims_of, function_of, without_calls
 from zerojax.gather.sharded_param import quantises
 from zerojax.gather.shardwise import Computation, Shardwise, shardwise_p, widen_p
 from zerojax.gather.unread import is_small, spared
@@ -89,7 +89,7 @@ def _rewritten(jaxpr: Any, given: Mapping) -> tuple[Any, list[Request]]:
     if not requests:
         return closed, []
     targets = [var for request in requests for var in request.targets]
-    rest = part(jaxpr, consts, [*jaxpr.invars, *targets], jaxpr.outvars)
+    rest = function_of(jaxpr, consts, [*jaxpr.invars, *targets], jaxpr.outvars)
 
     def run(*args):
         own, extra = args[: len(avals)], list(args[len(avals) :])
@@ -154,7 +154,7 @@ def _without_unread(closed: Any) -> tuple[Any, list[int]]:
     jaxpr, consts = compat.opened(closed)
     _, reads = jaxprs.needed_for(jaxpr.eqns, jaxpr.outvars)
     read = [i for i, v in enumerate(jaxpr.invars) if v in reads]
-    return part(jaxpr, consts, [jaxpr.invars[i] for i in read], jaxpr.outvars), read
+    return function_of(jaxpr, consts, [jaxpr.invars[i] for i in read], jaxpr.outvars), read
 
 
 def _scan(loop: Any, run: Any, read: Sequence[int], given: Sequence, by_row: Sequence[int]) -> list:
@@ -239,8 +239,9 @@ def _request(jaxpr: Any, consts: Sequence, target: Any, given: Mapping) -> Reque
     inputs = [jaxpr.invars[i] for i in operands]
     traced = lambda run: jax.make_jaxpr(run)(*(v.aval for v in inputs))
     if isinstance(target, tuple):
-        return _with_tail(traced(part(jaxpr, consts, inputs, wanted)), operands, wanted, [given[v] for v in inputs])
-    of, before = target.params["of"], part(jaxpr, consts, inputs, target.invars)
+        full = traced(function_of(jaxpr, consts, inputs, wanted))
+        return _with_tail(full, operands, wanted, [given[v] for v in inputs])
+    of, before = target.params["of"], function_of(jaxpr, consts, inputs, target.invars)
 
     def behind(closed):
         def run(*args):
@@ -282,12 +283,12 @@ def _with_tail(full: Any, operands: tuple[int, ...], targets: list, given: Seque
     inputs = [narrow, *scales, *(jaxpr.invars[i] for i in alike)]
     if not reads <= {*compat.constvars_of(jaxpr), *inputs, *(v for eqn in eqns for v in eqn.outvars)}:
         return None
-    of_narrow, dtype = part(jaxpr, consts, inputs, [end]), narrow.aval.dtype
+    of_narrow, dtype = function_of(jaxpr, consts, inputs, [end]), narrow.aval.dtype
     travels = jnp.dtype({"int4": "int8", "int2": "int8", "uint4": "uint8", "uint2": "uint8"}.get(str(dtype), dtype))
 
     tail = lambda q, *args: of_narrow(q.astype(dtype), *args)
     shapes = [narrow.aval.update(dtype=travels), *(v.aval for v in scales), *(jaxpr.invars[i].aval for i in alike)]
-    of_all = part(jaxpr, consts, jaxpr.invars, [narrow, *scales, *fixed])
+    of_all = function_of(jaxpr, consts, jaxpr.invars, [narrow, *scales, *fixed])
 
     def head(*args):
         q, *others = of_all(*args)

@@ -45,8 +45,8 @@ def bare(atom: Any) -> Any:
     return jax.core.ShapedArray(atom.aval.shape, atom.aval.dtype)
 
 
-def part(jaxpr: Any, consts: Sequence, inputs: Sequence, wanted: Sequence) -> Callable[..., list]:
-    """Return a part of a jaxpr: a function that computes the variables `wanted` from the variables `inputs`."""
+def function_of(jaxpr: Any, consts: Sequence, inputs: Sequence, wanted: Sequence) -> Callable[..., list]:
+    """Return a function that computes the variables `wanted` of a jaxpr from the variables `inputs`."""
     eqns, _ = jaxprs.needed_for(jaxpr.eqns, wanted, {*inputs})
     needed = compat.part_of(jaxpr, eqns, [*compat.constvars_of(jaxpr), *inputs], wanted)
     return lambda *args: jaxprs.run(needed, (), *jaxprs.as_jax_values(consts), *args)

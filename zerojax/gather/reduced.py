@@ -19,18 +19,8 @@ import jax
 from jax import lax
 
 from zerojax import compat, jaxprs
+from zerojax.gather import parts
 from zerojax.gather.on_parts import Division, Split, evaluate_on_shards
-from zerojax.gather.parts import (
-    OF_SHARDS,
-    REDUCTIONS,
-    UNKNOWN,
-    Dim,
-    bare,
-    both_passes,
-    dims_after,
-    part,
-    without_calls,
-)
 from zerojax.gather.schedule import GatherScheduler, GradScheduler
 from zerojax.gather.segments import BlockResiduals, Segment
 from zerojax.gather.sharded_param import ShardedParam
@@ -67,11 +57,11 @@ class Analysis:
                     self.reduced.add(var)
 
     def _reduces(self, eqn: Any) -> bool:
-        name = eqn.primitive.name
-        return name in REDUCTIONS or (name == "dot_general" and not eqn.outvars[0].aval.shape) or self._is_link(eqn)
+        is_inner = eqn.primitive.name == "dot_general" and not eqn.outvars[0].aval.shape
+        return eqn.primitive.name in parts.REDUCTIONS or is_inner or self._is_link(eqn)
 
     def _is_link(self, eqn: Any) -> bool:
-        return eqn.primitive.name in OF_SHARDS and self.reduced.issuperset(eqn.outvars)
+        return eqn.primitive.name in parts.OF_SHARDS and self.reduced.issuperset(eqn.outvars)
 
     def ends(self, eqn: Any) -> list:
         """Return `[eqn]` if `eqn` is a reduction, or else the reductions to whose chains `eqn` belongs."""
@@ -85,7 +75,7 @@ class Analysis:
         `eqn` is a reduction, or an equation whose results are read only by reductions and their chains.
         """
         name, is_link = eqn.primitive.name, self._is_link(eqn)
-        if eqn.effects or not (is_link or name in REDUCTIONS or name == "dot_general"):
+        if eqn.effects or not (is_link or name in parts.REDUCTIONS or name == "dot_general"):
             return None
         again, reads = {}, []
 
@@ -104,17 +94,17 @@ class Analysis:
 
         found = jaxprs.reached(jaxprs.variables_in(eqn.invars), behind)
         divisions = {Division.of(self.params[v].leaf) for v in found if v in self.params}
-        dim = self._dim(eqn, found) if len(divisions) == 1 else UNKNOWN
-        if dim == UNKNOWN:
+        dim = self._dim(eqn, found) if len(divisions) == 1 else parts.UNKNOWN
+        if dim == parts.UNKNOWN:
             return None
         if dim is not None and not is_link:
             # Every device gets the whole result of a reduction, so it must be small.
             (division,), largest = divisions, max(a.aval.size for a in eqn.invars)
-            if name not in REDUCTIONS or eqn.outvars[0].aval.size * division.total > division.extent * largest:
+            if name not in parts.REDUCTIONS or eqn.outvars[0].aval.size * division.total > division.extent * largest:
                 return None
         return Chain(again, reads, is_link=is_link and dim is not None)
 
-    def _dim(self, eqn: Any, behind: Collection) -> Dim:
+    def _dim(self, eqn: Any, behind: Collection) -> parts.Dim:
         """Return the dim in which shards divide the result of `eqn`, None if they combine their results, or `UNKNOWN`.
 
         `behind` are the variables from which the result is computed.
@@ -124,9 +114,9 @@ class Analysis:
         dims |= {v: None for v in behind if v in self.alike and v not in leaves and v not in self.repeated}
         links = {self.place[id(made)]: made for v in behind if (made := self.repeated.get(v)) is not None}
         for _, link in sorted(links.items()):
-            after = zip(link.outvars, dims_after(link, dims, flattens=True), strict=True)
-            dims |= {v: dim for v, dim in after if dim not in (None, UNKNOWN)}
-        return dims_after(eqn, dims, flattens=True)[0]
+            after = zip(link.outvars, parts.dims_after(link, dims, flattens=True), strict=True)
+            dims |= {v: dim for v, dim in after if dim not in (None, parts.UNKNOWN)}
+        return parts.dims_after(eqn, dims, flattens=True)[0]
 
     def _is_cheap(self, eqn: Any) -> bool:
         """Return whether an equation of alike values, none of them of parameters alone, is cheap to compute again."""
@@ -170,7 +160,7 @@ class ReducedSegment(Segment):
         env, comm = gathers.env, gathers.options.comm
         others, wanted = [env[v] for v in self.others], [None] * len(self.results)
         inputs = [*self._shards(env), *others]
-        results = evaluate_on_shards(comm, without_calls(self.jaxpr), inputs, self._splits, wanted, self._label)
+        results = evaluate_on_shards(comm, parts.without_calls(self.jaxpr), inputs, self._splits, wanted, self._label)
         if not moving:
             return results, None
         indices = tuple(i for i, source in enumerate(self.sources) if source in moving)
@@ -216,10 +206,11 @@ class ReducedSegment(Segment):
         Its arguments are `(*inputs, *results, *cotangents)`, with the results `wanted` and their cotangents.
         """
         active = {i: self.jaxpr.outvars[i] for i in wanted}
-        both = both_passes(lambda values: jaxprs.run(self.jaxpr, (), *values), self.jaxpr.invars, moving, active)
+        both = parts.both_passes(lambda values: jaxprs.run(self.jaxpr, (), *values), self.jaxpr.invars, moving, active)
         jaxpr, consts = compat.opened(both)
         # The results are arguments, so that maxima are not computed again.
         count, found = len(self.jaxpr.invars), jaxpr.outvars[: len(wanted)]
         inputs = [*jaxpr.invars[:count], *found, *jaxpr.invars[count:]]
-        run = part(jaxpr, consts, inputs, jaxpr.outvars[len(jaxpr.outvars) - len(moving) :])
-        return without_calls(jax.make_jaxpr(run)(*map(bare, [*self.jaxpr.invars, *active.values(), *active.values()])))
+        run = parts.function_of(jaxpr, consts, inputs, jaxpr.outvars[len(jaxpr.outvars) - len(moving) :])
+        types = map(parts.bare, [*self.jaxpr.invars, *active.values(), *active.values()])
+        return parts.without_calls(jax.make_jaxpr(run)(*types))

@@ -137,7 +137,7 @@ class Shardwise:
 
     @functools.cached_property
     def _derivative(self) -> Any:
-        """Return the derivative of `full`, as the flat jaxpr of a function of `(*operands, cotangent)`.
+        """Return the derivative of `full`, as the jaxpr of a function of `(*operands, cotangent)`.
 
         The cotangent is that of the weight. The results are the cotangents of the operands `_moving`.
         """

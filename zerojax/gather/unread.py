@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 
 from zerojax import compat, jaxprs
-from zerojax.gather.parts import both_passes, dims_of, part, with_cotangent_of, without_calls
+from zerojax.gather.parts import both_passes, dims_of, function_of, with_cotangent_of, without_calls
 
 
 def is_small(v: Any, var: Any) -> bool:
@@ -112,7 +112,7 @@ class _Call:
         The first variable of `cut` is the quantised value of operand `i`.
         """
         jaxpr, size = self.passes, len(self.eqn.invars)
-        copy, *scales = part(jaxpr, (), self.operands, cut)(*values)
+        copy, *scales = function_of(jaxpr, (), self.operands, cut)(*values)
         others = [k for k in range(size) if k != i and self.operands[k] is not cut[0]]
         reads = [*cut, *(self.operands[k] for k in others)]
         of_cotangents = jaxprs.dependent_on(self.cotangents, jaxpr.eqns)
@@ -120,8 +120,8 @@ class _Call:
         forward = [eqn for eqn in inside if of_cotangents.isdisjoint(eqn.outvars)]
         read = {*jaxprs.variables_in(self.pulled.values())}.union(*(jaxprs.variables_in(e.invars) for e in backward))
         residuals = [v for v in [*reads, *jaxprs.makers(forward)] if v in read]
-        first = part(jaxpr, (), reads, [*self.results, *residuals])
-        second = part(jaxpr, (), [*residuals, *self.cotangents], list(self.pulled.values()))
+        first = function_of(jaxpr, (), reads, [*self.results, *residuals])
+        second = function_of(jaxpr, (), [*residuals, *self.cotangents], list(self.pulled.values()))
 
         def both(weight, *args):
             found = first(weight.astype(copy.dtype), *args)
@@ -151,4 +151,4 @@ class _Call:
         is_moving = k in self.active and self.cotangents[self.active.index(k)] in moved
         if is_moving or not reads.isdisjoint(self.operands[i] for i in operands):
             return None
-        return lax.stop_gradient(part(self.passes, (), self.operands, [result])(*values)[0])
+        return lax.stop_gradient(function_of(self.passes, (), self.operands, [result])(*values)[0])
