@@ -187,19 +187,16 @@ class Plan:
         yield line("step", format_seconds(self.seconds), format_seconds(self.expected_seconds))
         yield from [f"  {self.rates}"] if self.rates else []
 
-    def _kinds(self) -> list[tuple[str, ...]]:
-        """Return table rows with count, bytes and hidden share, by kind and type of collective, in and across hosts."""
-        topology, groups = Topology.parse(self.topology), dict[tuple, list]()
+    def _kinds(self) -> Iterator[tuple[str, ...]]:
+        """Yield table rows with count, bytes and hidden share, by kind and type of collective, in and across hosts."""
+        per_host, groups = Topology.parse(self.topology).per_host, dict[tuple, list]()
         for c in self.collectives:
-            between = topology.hosts > 1 and _spans_hosts(c, topology.per_host)
-            groups.setdefault((c.kind, c.dtype, between), []).append(c)
-        rows = []
+            groups.setdefault((c.kind, c.dtype, _spans_hosts(c, per_host)), []).append(c)
         for (kind, dtype, between), members in groups.items():
             group = CompiledCollectives(members)
             times, sent = sum(c.times_if_once for c in group), group.moved(unknown_once=True).sent
             name = f"{kind} {dtype}" + ", hosts" * between
-            rows.append((name, f"{times:,}", format_bytes(sent), f"{group.hidden_share:.0%}"))
-        return rows
+            yield name, f"{times:,}", format_bytes(sent), f"{group.hidden_share:.0%}"
 
 
 def _spans_hosts(c: Collective, per_host: int) -> bool:
