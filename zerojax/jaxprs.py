@@ -159,7 +159,7 @@ def makes_ref(eqn: Any) -> bool:
 
 
 def reached(start: Iterable, following: Callable[[Any], Iterable]) -> dict:
-    """Return, as keys, the items of `start` and all that can be reached from them by steps `following(item)`."""
+    """Return the items of `start` and all items reachable from them, as keys. `following(item)` has the next items."""
     found, pending = {}, list(start)
     while pending:
         item = pending.pop()
@@ -175,7 +175,7 @@ def makers(eqns: Iterable) -> dict:
 
 
 def needed_for(eqns: Sequence, wanted: Sequence, given: Collection = ()) -> tuple[list, set]:
-    """Return the equations that compute `wanted` from `given`, and the set of `wanted` and of all that they read."""
+    """Return the equations that compute `wanted` from `given`, and the set of `wanted` and the equations' operands."""
     reads = set(variables_in(wanted))
     needed = []
     for eqn in reversed(eqns):

@@ -171,7 +171,7 @@ class Facts:
 
     @property
     def is_control(self) -> bool:
-        """Return whether the primitive runs a jaxpr that is not simply a call or a remat."""
+        """Return whether the primitive runs a jaxpr, but is not a plain call or a remat."""
         return self.kind in (Kind.CONTROL, Kind.CUSTOM, Kind.SHARD_MAP, Kind.KERNEL)
 
     @property

@@ -106,7 +106,7 @@ class Collectives(ManualCollectives):
         return not self.defers and bool(self.across(leaf))
 
     def experts(self, leaves: Iterable[Leaf]) -> dict[int, tuple[str, ...]]:
-        """Return the data axes over which an expert's gradient is summed, by the leaf's index; see `expert_axis`."""
+        """Map the index of each expert's leaf to the data axes over which its gradient is summed; see `expert_axis`."""
         named = ({*axes_of(leaf.others)} for leaf in leaves)
         rest = (tuple(axis for axis in self.axes if axis not in names) for names in named)
         return {i: axes for i, axes in enumerate(rest) if len(axes) < len(self.axes)}
@@ -162,7 +162,7 @@ class Collectives(ManualCollectives):
         return list(self._mapped(fn, [*map(spec, dims)], [*map(spec, out_dims)])(*values))
 
     def own_part(self, shard: Array, leaf: Leaf) -> Array:
-        """Return the part of a complete gradient's shard that a device keeps if gradients are sharded further."""
+        """Return what this device keeps of a gradient's complete shard: a part, if gradients are sharded further."""
         return shard
 
     def divided(self, x: Array, dim: int, extent: int, axes: tuple[str, ...]) -> Array:
@@ -225,7 +225,7 @@ class Collectives(ManualCollectives):
         return compat.add_cotangents(self.like(a, b), self.like(b, a))
 
     def add_use(self, total: Array | None, grad: Array) -> Array:
-        """Add the gradient of one more use of a parameter to `total`, in a wide type. A first one is unchanged."""
+        """Add the gradient of one more use to `total`, in a wide type. The first gradient is returned unchanged."""
         if total is None:
             return grad
         wide = self.sum_dtype(grad.dtype)

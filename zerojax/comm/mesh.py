@@ -212,7 +212,7 @@ def on_auto_mesh(
 
 @contextlib.contextmanager
 def auto_context(mesh: Mesh | None = None) -> Iterator[None]:
-    """Enter a context without Explicit axes or a mesh other than `mesh`, which traced code must give. Also a decorator.
+    """Enter a context without Explicit axes or any mesh but `mesh`. Traced code gives `mesh`. Also a decorator.
 
     A library may have called `jax.set_mesh` on import, and no `shard_map` accepts another mesh than the context's.
     """

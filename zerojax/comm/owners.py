@@ -123,7 +123,7 @@ class Owners:
         return self._everywhere(local, (self._owned(leaves),), [self._stored(leaf) for leaf in leaves])(list(results))
 
     def _exchange(self, rows: list[Array], *, back: bool) -> list[Array]:
-        """Send row i of each array `(owners, slots, ...)` to owner i, or back, with one all-to-all per element type.
+        """Send entry i of each array `(owners, slots, ...)` to owner i, or back, with one all-to-all per element type.
 
         If an owner has several devices, each device must get neighbouring slices of a matrix. An all-to-all over `axes`
         alone takes slices from devices that are `each` positions apart. So slices are first permuted among all devices.

@@ -264,7 +264,7 @@ def _makes_zeros(eqn: Any, values: Sequence) -> bool:
 
 
 def zeros_from(zero: jax.Array | None, eqn: Any, values: Sequence) -> list | None:
-    """Return the array of zeros that `eqn` makes, computed from `zero`. Return None without `zero` or such an array."""
+    """Return the zeros that `eqn` makes, but computed from `zero`. None: `eqn` makes no zeros, or `zero` is None."""
     if zero is None or not _makes_zeros(eqn, values):
         return None
     out = eqn.outvars[0].aval

@@ -81,7 +81,7 @@ def is_of_all(mesh: Mesh) -> bool:
 
 @functools.cache
 def rank() -> tuple[int, int]:
-    """Return the index of this process and the number of processes. Cached, as JAX could start its backend at exit."""
+    """Return this process's index and the number of processes. Cached: at exit, JAX would start its backend again."""
     return jax.process_index(), jax.process_count()
 
 
@@ -111,7 +111,7 @@ class Events:
             raise
 
     def begin(self, name: str, *, watched: bool = False) -> Call:
-        """Count a call of the thread that made the first call. Other threads' calls have no fixed order: skip them."""
+        """Count a call, if this thread made the first one. Calls of other threads have no fixed order to compare."""
         if self._thread is None:
             self._thread = threading.get_ident()
             self._start()
@@ -217,7 +217,7 @@ class Events:
             leave(1, say(difference))
 
     def _at_exit(self) -> None:
-        """End together with the other processes, or alone if one is dead, because JAX would wait for it."""
+        """End together with the other processes, or alone if one is dead, because JAX would wait for the dead one."""
         error = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
         try:
             if coordination_client() is not None:

@@ -82,7 +82,7 @@ class Codec:
         """Reduce-scatter one bucket, given the stack of each leaf's shards, and return float32.
 
         The axes are reduced one by one, the innermost first. After an all-to-all, each device sums the decoded values
-        of its shard in float32. So partial sums along one axis are not rounded.
+        of its shard in float32. So values are rounded once per axis, when they are sent, and not once per addition.
         """
         counts = [lax.axis_size(axis) for axis in axes]
         stacks = [stack.reshape(*counts, -1) for stack in stacks]

@@ -10,7 +10,7 @@ from zerojax import compat
 
 
 def with_inner_jaxprs(eqn, new: dict[int, Any]) -> Any:
-    """Replace open jaxprs among the parameters of `eqn`, given by their `id`. Return None if JAX allows no change."""
+    """Replace jaxprs in the parameters of `eqn`. `new` has them by the old ones' `id`. None: JAX allows no change."""
     if "_prim" in eqn.params:
         return None
 

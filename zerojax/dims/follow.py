@@ -155,7 +155,7 @@ def _drawn(jaxpr: Any, given: Sequence[RowDims], found: Mapping[Any, RowDims]) -
 
 
 def row_dims_of_params(params: Sequence, experts: Collection[int]) -> list[RowDims]:
-    """Return the row dims of each parameter: no dim holds rows, or unknown for an expert, which a data axis divides."""
+    """Return the row dims of each parameter: NOWHERE, or UNKNOWN for an expert, which a data axis divides."""
     return [UNKNOWN if i in experts else NOWHERE for i in range(len(params))]
 
 

@@ -89,8 +89,8 @@ def drawn(jaxpr: Any, given: Sequence[RowDims], found: Mapping[Any, RowDims]) ->
     """Return the arrays of random numbers that most likely have one entry per row: dim 0 is as long as the rows.
 
     An example is the noise from which a generator or a chain of Langevin steps starts. Return nothing unless a matrix
-    product reads noise before the noise is combined with values with rows: these say where the rows are, without a
-    guess. `given` has the row dims of the arguments, and `found` those of all variables.
+    product reads noise before the noise meets values with rows, because such values show without a guess where the
+    rows are. `given` has the row dims of the arguments, and `found` those of all variables.
     """
     sizes = {
         var.aval.shape[place.dim]

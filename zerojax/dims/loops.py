@@ -45,7 +45,7 @@ def _carried(
 def _joined(a: RowDims, b: RowDims, *, guesses: bool) -> RowDims:
     """Join the row dims that one value has in two branches, or before a loop and after an iteration of the loop.
 
-    If the `Follower` guesses, known places win over unknown ones.
+    With `guesses`, known places win over unknown ones.
     """
     if a == b:
         return a

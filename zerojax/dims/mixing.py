@@ -34,7 +34,7 @@ def cut(rows: RowDims, old: Sequence[int], new: Sequence[int], starts: Sequence[
 
 
 def concatenate_rule(eqn: Any, row_dims: Sequence[RowDims], context: Context) -> RowDims:
-    """Find the followed dim after `concatenate`. If it is the joined dim, all operands must have equal sizes there."""
+    """Find the followed dim after `concatenate`. Operands that are joined along it must have equal sizes and places."""
     dim = int(eqn.params["dimension"])
     sizes = [int(atom.aval.shape[dim]) for atom in eqn.invars]
     row_dims = [rows for rows, size in zip(row_dims, sizes, strict=True) if size] or [NOWHERE]
@@ -94,7 +94,7 @@ def tile_rule(eqn: Any, row_dims: Sequence[RowDims], context: Context) -> RowDim
 
 
 def along_rule(eqn: Any, row_dims: Sequence[RowDims], context: Context) -> list[RowDims]:
-    """Find the followed dim after a sort, a reversal, a top-k or an accumulation. These must be along another dim."""
+    """Find the followed dim after a sort, a reversal, a top-k or an accumulation, which must be along other dims."""
     names, ndim = ("axis", "dimension", "reduction_dimension"), len(eqn.invars[0].aval.shape)
     axis = next((int(eqn.params[name]) for name in names if name in eqn.params), -1)
     dims = eqn.params.get("dimensions", (axis % ndim,))

@@ -17,7 +17,7 @@ PlaceRule = Callable[[Any, Sequence[RowDims], Context], RowDims | list[RowDims]]
 
 
 def elementwise_rule(eqn: Any, row_dims: Sequence[RowDims], context: Context) -> list[RowDims]:
-    """Find the followed dim in an elementwise result. Scalars are ignored. A broadcast operand is uniform there."""
+    """Find the followed dim in an elementwise result. Scalars are ignored. A dim that is broadcast is uniform."""
     shape, found = eqn.outvars[0].aval.shape, []
     for rows, atom in zip(row_dims, eqn.invars, strict=True):
         if (old := atom.aval.shape) == shape:

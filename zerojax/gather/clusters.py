@@ -131,7 +131,7 @@ class Joined(NamedTuple):
 
 
 def block_to_join(so_far: Any, eqn: Any, root: Any, place: int) -> Joined | None:
-    """Return the block `place`, which gathers `root`, the only parameter of `eqn`. Return None if `eqn` cannot join.
+    """Return block number `place`, which gathers `root`, the only parameter of `eqn`, or None if `eqn` cannot join it.
 
     `so_far` are the `Decisions` so far.
     """

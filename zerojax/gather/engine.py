@@ -142,7 +142,7 @@ def _gathers(
 
 
 def _env(program: Program, args: Sequence, options: Options) -> dict:
-    """Return the values with which a pass begins: the arguments, quantised weights, and stacks of shards."""
+    """Return the values with which a pass begins: the arguments, and quantised weights with their scales."""
     env = dict(zip(program.invars, args, strict=True))
     for computation in program.shardwise:
         env.update(zip(computation.eqn.outvars, computation.compute(options.comm, env), strict=True))
@@ -162,7 +162,7 @@ def _ends(program: Program) -> list[list]:
 def _tied(
     results: Sequence, indices: Sequence[int], residuals: Any, chosen: Callable[[jax.Array], bool]
 ) -> tuple[list, Any]:
-    """Return `(results, residuals)`. The results at `indices` and the residuals that are `chosen` pass one barrier."""
+    """Return `(results, residuals)`. Results at `indices` and the residuals that `chosen` selects pass one barrier."""
     results, (leaves, tree) = list(results), jax.tree.flatten(residuals)
     places = [i for i, x in enumerate(leaves) if chosen(x)]
     waited, (arrays,) = barrier([results[i] for i in indices], [leaves[i] for i in places])

@@ -23,8 +23,8 @@ def with_pairs(jaxpr: Any, weights: Sequence[bool]) -> Any:
     """Return a backward pass that computes both cotangents of a product of activations together.
 
     `weights` says for each argument whether it is a parameter or a changed parameter. Products with such values are
-    left out: the cotangent of a parameter may be computed late, because its reduction hides behind products. Pairs
-    inside of calls and of a `jax.checkpoint` are found, too.
+    left out: the cotangent of a parameter may be computed late, because products hide its reduction. Pairs inside of
+    calls and of a `jax.checkpoint` are found, too.
     """
     others = [var for var, on in zip(jaxpr.invars, weights, strict=True) if not on]
     activations = jaxprs.dependent_on([*compat.constvars_of(jaxpr), *others], jaxpr.eqns)

@@ -24,7 +24,7 @@ _KEPT = OF_SHARDS - OF_STACKS
 
 
 def moved_into_loops(jaxpr: Any, leaves: Sequence[Leaf | None], alike: Sequence[bool]) -> tuple[Any, Sequence]:
-    """Return `(jaxpr, consts)`, where loops over stacks change the layers of these stacks.
+    """Rewrite a jaxpr so that each iteration of a loop over a stack changes its own layer. Return `(jaxpr, consts)`.
 
     For each argument, `leaves` has the layout of a sharded parameter, or None, and `alike` says whether all devices
     have the same value. A jaxpr without such changes is returned unchanged.

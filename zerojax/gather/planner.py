@@ -36,7 +36,7 @@ def planned(
     `leaves` has the layouts of the first arguments, with None for an argument that is not sharded. `given` says which
     dims of the first arguments hold the rows of the batch. In device view, `follower` is None. `alike` says which of
     the first arguments are alike on all devices. If it is None, parameters are neither reduced nor quantised on shards.
-    Scans over the arguments `by_row` are unrolled.
+    Scans over the arguments with indices `by_row` are unrolled.
     """
     loss = Inlined(*inlined(closed, leaves), leaves, alike, by_row)
     for optional in PASSES:

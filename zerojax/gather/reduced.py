@@ -119,7 +119,7 @@ class Analysis:
         return parts.dims_after(eqn, dims, flattens=True)[0]
 
     def _is_cheap(self, eqn: Any) -> bool:
-        """Return whether an equation of alike values, none of them of parameters alone, is cheap to compute again."""
+        """Return whether an equation is cheap, and reads only alike values that are not computed from parameters."""
         reads = {*jaxprs.variables_in(eqn.invars)}
         of_params = not (reads.isdisjoint(self.params) and reads.isdisjoint(self.repeated))
         return not of_params and self.alike >= reads and (jaxprs.facts(eqn).elementwise or eqn.primitive.name in _MOVES)

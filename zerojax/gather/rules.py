@@ -252,7 +252,7 @@ class Decisions:
         self.drafts.append(Draft(ScanSegment, [eqn], reads=early.gathers))
 
     def _root_of(self, reads: Sequence) -> Any:
-        """Return the variable of the only parameter from which `reads` are computed, or None if not exactly one is."""
+        """Return the variable of the only parameter from which `reads` are computed, or None for none or several."""
         stops = lambda var: var in self.params or var in self.roots or var not in self.repeated
         behind = jaxprs.reached(reads, lambda v: () if stops(v) else jaxprs.variables_in(self.repeated[v].invars))
         found = {self.params[var].root if var in self.params else self.roots.get(var) for var in behind} - {None}

@@ -60,8 +60,8 @@ class StepState:
 class Backward:
     """One scan segment's backward pass.
 
-    `cotangents` has, by the index of an active result of the body, the cotangent that enters the loop: the final one
-    for a carry, and a stack for a stacked result. `later` has the indices of the others whose cotangents may stay
+    `cotangents` maps the index of an active result of the body to the cotangent that enters the loop: that of the last
+    carry, or a stack with one cotangent per iteration. `later` has the indices of the others whose cotangents may stay
     partial sums.
     """
 

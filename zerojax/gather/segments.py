@@ -47,7 +47,7 @@ _COMPUTING = frozenset({Kind.PRODUCT, Kind.KERNEL, Kind.FOREIGN})
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class BlockResiduals:
-    """What a segment's forward pass stores for its backward pass. JAX sees those of all segments as one residual."""
+    """What a segment's forward pass stores for its backward pass."""
 
     # The saved residuals of `Passes.run`. For a scan, a pair `(saved, carried)` of stacks of these residuals, and
     # stacks of the carry with which each iteration started. For reductions, their results.

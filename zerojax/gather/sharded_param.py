@@ -139,7 +139,7 @@ def root_param(var, leaf: Leaf) -> ShardedParam:
 
 
 def carried_by(params: Sequence[ShardedParam]) -> dict[int, np.dtype]:
-    """Map the index of each parameter whose cotangent does not have the gathered type to the type of the cotangent."""
+    """Map the index of a parameter to the type of its cotangent, if the parameter is gathered in another type."""
     return {i: p.cotangent_dtype for i, p in enumerate(params) if p.cotangent_dtype != p.leaf.dtype}
 
 

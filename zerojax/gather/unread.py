@@ -144,7 +144,7 @@ class _Call:
         return [by_place.get(k) for k in range(len(self.eqn.outvars))]
 
     def apart(self, k: int, operands: Collection[int], values: Sequence) -> jax.Array | None:
-        """Compute result `k` alone. Return None if it needs one of `operands`, or if its cotangent has any effect."""
+        """Compute result `k` alone. Return None if it needs one of `operands`, or if its cotangent is needed."""
         result = self.results[self.order.index(k)]
         _, moved = jaxprs.needed_for(self.passes.eqns, list(self.pulled.values()))
         _, reads = jaxprs.needed_for(self.passes.eqns, [result])

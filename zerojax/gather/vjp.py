@@ -64,7 +64,7 @@ class Passes:
     tree: Any  # the structure of JAX's backward function, whose leaves are the residuals
     other_shapes: tuple
     residual_rows: tuple[RowDims, ...]  # which dims of each residual hold the rows of the batch
-    result_rows: tuple[RowDims, ...]  # the same of each active result, and so of its cotangent
+    result_rows: tuple[RowDims, ...]  # which dims of each active result, and of its cotangent, hold the rows
     is_shared: bool = False  # whether several segments run these passes, each traced once, under `jax.jit`
 
     @functools.cached_property
@@ -161,7 +161,7 @@ class Passes:
 class RowStates(NamedTuple):
     """Which dims of a function's arguments and results hold the rows of the batch."""
 
-    others: Sequence[RowDims] = ()  # of each argument that is no parameter
+    others: Sequence[RowDims] = ()  # of each argument that is not a parameter
     results: Sequence[RowDims] = ()  # of each result in the whole program; if empty, the function's trace gives them
     follower: Follower | None = None  # finds the rows in the function's values; without it, all row dims are unknown
     comm: Collectives | None = None  # runs kernels on each device's rows (`on_own_rows`); None: they are unchanged

@@ -74,7 +74,7 @@ def working_set(fn: Callable, layout: Any, *args: Any, prefetch: int = 1, shared
 
 
 def _layer_bytes(segment: Segment, whole: Sequence[Whole]) -> int:
-    """Return the bytes that a segment's largest use would have if no stack were gathered whole."""
+    """Return the bytes of a segment's largest use. A stack that is gathered whole counts as one layer."""
     beyond_a_layer = sum(stack.bytes - stack.bytes // stack.layers for stack in whole)
     return max(max(segment.gathered_bytes, default=0) - beyond_a_layer, 0)
 
