@@ -389,6 +389,13 @@ def test_plan_and_report_say_where_state_is(tmp_path):
 # Errors
 
 
+def test_a_plain_state_is_adopted_into_chunks():
+    params, tx = {"w": jnp.arange(128.0).reshape(16, 8)}, optax.adam(1e-2)
+    expected = tx.update(jax.tree.map(jnp.ones_like, params), tx.init(params), params)[1]
+    state = zero(optax.adam(1e-2), offload=offload()).create(params, opt_state=expected)
+    chex.assert_trees_all_equal(logical(state), [np.asarray(x) for x in jax.tree.leaves(expected)])
+
+
 def test_a_disk_state_cannot_be_made_or_updated_in_a_program(tmp_path):
     tx = zero(optax.adamw(1e-2), 3, offload=offload(tmp_path))
     with pytest.raises(TypeError, match=r"outside of jax\.jit"):
