@@ -159,15 +159,11 @@ class Leaf:
 
     @property
     def bytes(self) -> int:
-        return self.size * self._itemsize
+        return self.size * self.dtype.itemsize
 
     @property
     def local_bytes(self) -> int:
-        return math.prod(self.local_shape) * self._itemsize
-
-    @property
-    def _itemsize(self) -> int:
-        return getattr(self.dtype, "itemsize", 0) or np.dtype(self.dtype).itemsize
+        return math.prod(self.local_shape) * self.dtype.itemsize
 
     @property
     def padding(self) -> int:
