@@ -183,3 +183,13 @@ def test_a_padded_parameter_passes_assertions_about_its_shape(stored):
     assert count == sum(x.size for x in jax.tree.leaves(zerojax.logical(stored))) == 240 + 23 + 3
     with pytest.raises(ValueError, match="stack and batch parameters along dim 0"):
         zerojax.logical(jax.tree.map(lambda x: jnp.stack([x, x], 1), stored))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_updates_are_those_of_optax_bit_for_bit(stage):
+    params, grads = ({"w": jax.random.normal(jax.random.key(key), (16, 8))} for key in (0, 1))
+    tx, plain = zero_shard(optax.adam(1e-3), stage=stage, mesh=mesh_of(4)), optax.adam(1e-3)
+    stored = tx.shard(params)
+    updates, _ = jax.jit(tx.update)(tx.shard(grads), tx.init(stored), stored)
+    expected, _ = jax.jit(plain.update)(grads, plain.init(params), params)
+    assert (updates["w"] == expected["w"]).all()
