@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import numbers
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -106,16 +106,6 @@ class Precision:
     loss_scale: float | Literal["dynamic"] | DynamicScale | None = None
     keep: Callable[[str, Any], bool] | None = None
     cast_inputs: bool = True
-
-    def input_dtype(self, shape: Sequence[int], dtype: Any) -> Any:
-        """Return the type to which a leaf of the batch is cast.
-
-        Args:
-            shape: The shape of the leaf. A leaf with fewer than two dims is not cast.
-            dtype: The type of the leaf.
-        """
-        is_cast = self.cast_inputs and len(shape) > 1 and jnp.issubdtype(dtype, jnp.floating)
-        return self.compute if is_cast else dtype
 
     def __post_init__(self):
         """Check every field. Convert types to dtypes, and the loss scale to a float or a `DynamicScale`."""

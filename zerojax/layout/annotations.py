@@ -16,7 +16,6 @@ import jax.core
 from jax.sharding import NamedSharding, PartitionSpec
 
 from zerojax.config import Config, DataMesh
-from zerojax.config.chosen import LeafMask
 from zerojax.config.data_mesh import axes_of, entry_axes, in_words
 from zerojax.layout.leaf import OVERWRITE, Leaf, is_padded, restricted, shard_extent, without_last_nones
 
@@ -138,12 +137,10 @@ def overwritten_leaves(
     `params` is the tree of arrays, `Padded` arrays or shapes, whose variable classes are inspected, or () if only paths
     and shapes are known. `overwrite` chooses further leaves, and `known` has the indices of further leaves.
     """
-    if isinstance(overwrite, LeafMask):
-        overwrite.check(paths)
     nodes = jax.tree.leaves(params, is_leaf=lambda x: is_padded(x) or is_variable(x))
     of_class = [is_variable(node) for node in nodes for _ in jax.tree.leaves(node, is_leaf=is_padded)]
-    chosen = [overwrite is not None and overwrite(path, x) for path, x in zip(paths, shapes, strict=True)]
-    named = [i for i, path in enumerate(paths) if OVERWRITE in path or chosen[i]]
+    chosen = lambda path, x: (overwrite is not None and overwrite(path, x)) or OVERWRITE in path
+    named = [i for i, pair in enumerate(zip(paths, shapes, strict=True)) if chosen(*pair)]
     return frozenset([*named, *known, *(i for i, on in enumerate(of_class) if on)])
 
 

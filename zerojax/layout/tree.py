@@ -138,11 +138,11 @@ def lay_out(
         others = axes_of_model(params, policy.data, others)
     others = others or [()] * len(found)
     paths = [path_of(path) for path, _ in found]
-    if trainable is not None:
+    for option in filter(None, (trainable, overwrite)):
         from zerojax.config.chosen import LeafMask
 
-        if isinstance(trainable, LeafMask):
-            trainable.check(paths)
+        if isinstance(option, LeafMask):
+            option.check(paths)
     given = [jax.ShapeDtypeStruct(x.shape, canonical(x.dtype)) for _, x in found]
     named = frozenset(overwritten)
     if is_annotated or overwrite is not None or any(OVERWRITE in path for path in paths):

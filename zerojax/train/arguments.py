@@ -183,4 +183,10 @@ def cast_inputs(precision: Precision | None, batch: PyTree) -> Any:
     """Cast the leaves of a batch to the types that the loss sees."""
     if precision is None:
         return batch
-    return jax.tree.map(lambda x: jnp.asarray(x, precision.input_dtype(jnp.shape(x), jnp.result_type(x))), batch)
+
+    def cast_leaf(x):
+        dtype = jnp.result_type(x)
+        is_cast = precision.cast_inputs and jnp.ndim(x) > 1 and jnp.issubdtype(dtype, jnp.floating)
+        return jnp.asarray(x, precision.compute if is_cast else dtype)
+
+    return jax.tree.map(cast_leaf, batch)
