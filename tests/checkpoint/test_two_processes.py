@@ -13,7 +13,6 @@ import optax
 import pytest
 import several
 from conftest import mesh_of
-from jax.experimental import multihost_utils
 
 from zerojax import Tuning, zero_shard
 from zerojax.checkpoint import Checkpointer, CheckpointError, export, import_params, importing, on_preemption
@@ -50,7 +49,8 @@ def weights_through_a_mapping(tx, folder):
     params = jax.tree.map(np.float32, params | {"scale": 3})
     mapping = {"h.{i}.w": ("stack", "out in -> in out"), "odd": ("odd", "b a -> a b"), "scale": "scale"}
     export(tx.shard(params), folder, mapping=mapping)
-    multihost_utils.sync_global_devices("exported")
+    with pytest.raises(CheckpointError, match="exists already and is not empty"):  # on every process
+        export(tx.shard(params), folder, mapping=mapping)
     read, view = {}, importing.view
 
     def counting(header, section, index):

@@ -22,12 +22,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from zerojax.checkpoint import arrays
 from zerojax.checkpoint.directory import step_name, steps_in
-from zerojax.checkpoint.errors import CheckpointError
+from zerojax.checkpoint.errors import CheckpointError, attempt
 from zerojax.checkpoint.manifest import SavedLeaf, existing_step, reading, verified
 from zerojax.checkpoint.mapping import Names, Section, listed, resolve
 from zerojax.checkpoint.safetensors import METADATA, NAMES, Tensor, write_tensors
 from zerojax.checkpoint.state_leaves import keys_of, state_leaves
 from zerojax.comm.mesh import on_auto_mesh
+from zerojax.comm.processes import Processes
 from zerojax.layout.leaf import Leaf, is_chunked, is_padded, is_stored_node
 from zerojax.offload.chunked import joined
 from zerojax.placement.problems import problem_of
@@ -78,6 +79,8 @@ def export(
         TensorSource(path, tuple(leaf.shape), x.dtype, functools.partial(gather_to_host, x, leaf))
         for path, x, leaf in stored_params(state)
     ]
+    processes = Processes("export", error=CheckpointError)  # the others would wait for a process that raises an error
+    processes.agree("export", attempt(check_target, Path(path).expanduser()) if processes.is_first else "")
     return write_sources(sources, path, mapping, dtype, file_bytes)
 
 
@@ -133,6 +136,13 @@ def check_dtype(dtype: Any) -> None:
     """Raise an error unless `dtype` is None or a floating type. A cast to integers would destroy the weights."""
     if dtype is not None and not jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
         raise ValueError(f"dtype= is {dtype}, which would destroy weights. Give a floating type, such as bfloat16.")
+
+
+def check_target(path: Path) -> None:
+    if path.is_symlink():  # the complete folder is renamed to this name, which fails for a link
+        raise CheckpointError(f"{path} is a link to {os.readlink(path)}. Give the folder itself, or remove the link.")
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise CheckpointError(f"{path} exists already and is not empty. Give another name, or remove it.")
 
 
 def read_logical(folder: Path, saved: SavedLeaf, index: tuple[int, ...]) -> np.ndarray:
@@ -252,10 +262,7 @@ def write_sources(
             tensor.fetch()
         return []
     path = Path(path).expanduser()
-    if path.is_symlink():  # the complete folder is renamed to this name, which fails for a link
-        raise CheckpointError(f"{path} is a link to {os.readlink(path)}. Give the folder itself, or remove the link.")
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise CheckpointError(f"{path} exists already and is not empty. Give another name, or remove it.")
+    check_target(path)
     # transformers reads `format` to learn which framework the tensors' names come from.
     metadata = {"format": "flax" if mapping is None else "pt"}
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -108,12 +108,12 @@ class Manifest:
         return names[0] if arrays == ARRAYS and separator and names else ""
 
     def packed(self) -> dict[str, list[tuple[SavedLeaf, PackedPiece]]]:
-        """Return the pieces of each file of packed leaves, in the order of their places in the file."""
+        """Return the pieces of each file of packed leaves. They are in the order of the leaves, as in the file."""
         files: dict[str, list[tuple[SavedLeaf, PackedPiece]]] = {}
         for leaf in self.leaves:
             for one in leaf.pieces:
                 files.setdefault(one.file, []).append((leaf, one))
-        return {name: sorted(pieces, key=lambda pair: pair[1].offset) for name, pieces in files.items()}
+        return files
 
 
 def write_manifest(manifest: Manifest, directory: Path) -> None:
