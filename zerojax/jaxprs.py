@@ -37,7 +37,7 @@ def evaluate(
         values = [read(atom) for atom in eqn.invars]
         with context_of(eqn):
             results = rule(eqn, values)
-            # If JAX finds a NaN, it runs equations one by one. An error in a call would not name the equation.
+            # If JAX finds a NaN, it runs equations one by one. In a call, the error would not name the equation inside.
             is_call = results is None and eqn.primitive.name in ("jit", "pjit")
             if is_call and jax.config.jax_debug_nans:  # pyright: ignore[reportAttributeAccessIssue]
                 results = evaluate_call(eqn, values, lambda *_: None)

@@ -153,7 +153,7 @@ def _replicate_sums(
         rows, shape = row_dims[i], results[i].shape
         if rows is None and math.prod(shape) >= LARGE:
             eqn = next(eqn for eqn in jaxpr.eqns if jaxpr.outvars[i] in eqn.outvars)
-            warnings.warn(  # It names the user's line, so Python shows it once.
+            warnings.warn(  # The text names the user's line, so Python shows it once per line.
                 f"The compiler all-reduces a gradient of shape {shape}, computed at "
                 f"{compat.line_of(eqn) or 'an unknown line'}, because zerojax cannot find the rows of the batch there. "
                 "If a kernel or callback computes it, put that into a jax.shard_map over the data axes. Otherwise call "

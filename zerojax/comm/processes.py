@@ -61,7 +61,7 @@ class Call:
     result: Any = None  # an array that the call computes, or None if the call has not dispatched it yet
     failed: bool = False  # whether the call raised an error
     begun: float = dataclasses.field(default_factory=time.monotonic)
-    limit: float = math.inf  # how many seconds it may take after the previous call with a limit
+    limit: float = math.inf  # how many seconds the call may take after the previous call with a limit
     ends: bool = False  # whether the process ends if the call takes longer
 
     @property

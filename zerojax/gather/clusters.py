@@ -125,8 +125,8 @@ class Joined(NamedTuple):
 
     root: Any  # the variable of the only parameter from which the equation's operands are computed
     place: int  # the index of the block's draft
-    # Equations on values that are alike on all devices, as keys. The block computes them again, because the segment
-    # that computes them runs later.
+    # Equations on values that are alike on all devices, as keys. The block computes these equations itself, because
+    # the segment that has them runs later.
     again: dict
 
 

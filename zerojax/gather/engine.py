@@ -100,7 +100,7 @@ def run_forward(program: Program, args: Sequence, active: Sequence[bool] | None,
             results = gathers.finish(results) if segment.waits_for_next else results
             gathers.position += 1
             # If a loss is a sum, its backward pass does not read the terms of the sum. Without this barrier XLA
-            # computes the terms after the backward pass, and keeps gathered parameters for them until then.
+            # computes the terms after the backward pass, and keeps the parameters gathered until then.
             results, new = _tied(results, [segment.results.index(v) for v in ends[index]], new, lambda _: True)
         if residuals and residuals[-1] is not None:
             # Without this barrier XLA copies offloaded residuals to the host late, and their memory is not freed.

@@ -48,7 +48,7 @@ def hoisted(jaxpr: Any, leaves: Sequence[Leaf | None], alike: Sequence[bool], co
     layout of a sharded parameter, or None, and `alike` says whether all devices have the same value. The last
     `constants` arguments are constants of the loss.
     """
-    # An effect, or a write to a ref, has no result that shows which equations need it.
+    # Equations are kept if a result needs them. An effect, or a write to a ref, has no result, and would be lost.
     if signatures.has_effects(jaxpr):
         return jaxpr, ()
     triples = zip(jaxpr.invars, leaves, alike, strict=True)

@@ -138,7 +138,6 @@ class _Evaluation:
     """Evaluates the equations of a jaxpr on parts. The arguments are those of `evaluate_parts`."""
 
     def __init__(self, jaxpr: Any, consts: Sequence, values: Sequence, given: Sequence[Split | None], label: str):
-        """Begin with the arguments."""
         layers = any(split is not None and isinstance(split.division, Layer) for split in given)
         self.dims = dims_of(
             jaxpr, dict(zip(jaxpr.invars, dims_in(given), strict=True)), layers=layers, flattens=not layers

@@ -151,7 +151,7 @@ def equal_equations(loss: Inlined) -> Rewritten:
     """Compute `net(w, x)` once in `net(w, x).mean() + net(w, x).std()`."""
     readers: dict = {}  # for each variable, the primitives that read it
     for eqn in loss.jaxpr.eqns:
-        hides = eqn.primitive.name == "stop_gradient" or compat.called(eqn) is not None  # what other primitives read
+        hides = eqn.primitive.name == "stop_gradient" or compat.called(eqn) is not None  # which primitives read `var`
         for var in {*jaxprs.variables_in(eqn.invars)}:
             readers.setdefault(var, []).append(None if hides else eqn.primitive)
     returns_several = any(compat.called(eqn) is not None and len(eqn.outvars) > 1 for eqn in loss.jaxpr.eqns)

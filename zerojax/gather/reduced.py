@@ -43,7 +43,6 @@ class Analysis:
     """Finds chains. The containers `params`, `repeated` and `alike` belong to `Decisions`, which adds to them later."""
 
     def __init__(self, jaxpr: Any, params: Mapping[Any, ShardedParam], repeated: Mapping, alike: Set):
-        """Analyse a function."""
         self.params, self.repeated, self.alike = params, repeated, alike
         self.made = jaxprs.makers(jaxpr.eqns)
         self.place = {id(eqn): i for i, eqn in enumerate(jaxpr.eqns)}
@@ -156,7 +155,6 @@ class ReducedSegment(Segment):
         return f"zerojax_all_reduce[{paths[0]}{more}]"
 
     def forward(self, gathers: GatherScheduler, moving: Set) -> tuple[list, BlockResiduals | None]:
-        """Run the forward pass; see `Segment`."""
         env, comm = gathers.env, gathers.options.comm
         others, wanted = [env[v] for v in self.others], [None] * len(self.results)
         inputs = [*self._shards(env), *others]
@@ -168,7 +166,6 @@ class ReducedSegment(Segment):
         return results, BlockResiduals(results, others, operands, None, indices)
 
     def backward(self, residuals: BlockResiduals, gathers: GatherScheduler, grads: GradScheduler) -> None:
-        """Run the backward pass; see `Segment`."""
         wanted = [i for i, var in enumerate(self.jaxpr.outvars) if differentiable(var.aval.dtype)]
         cotangents = self.cotangents(wanted, grads)
         if cotangents is None:
@@ -178,7 +175,7 @@ class ReducedSegment(Segment):
         inputs = [*self._shards(gathers.env), *residuals.others]
         moving = [i for i in residuals.passes if differentiable(inputs[i].dtype)]
         # In device view, each device has the cotangents of its own loss. With hybrid sharding, each group of devices
-        # has all shards, and the caller may sum their gradients later.
+        # has all shards, and the caller may sum the gradients of the groups later.
         own_loss, across = comm.follower is None, () if comm.defers else comm.across(leaf)
         if own_loss:
             with jax.named_scope(self._label):

@@ -339,8 +339,8 @@ def is_repeatable(eqn: Any, of_params: Sequence[bool]) -> bool:
     is_control = jaxprs.facts(eqn).is_control and compat.name_of(eqn) != "custom_jvp_call"
     if eqn.effects or is_control or compat.is_remat(eqn) or compat.called(eqn) is not None:
         return False
-    # A result of at most half the parameter's size (a norm, a row) is cheap to store. If it were repeated, a penalty on
-    # all parameters would be one segment that gathers all of them at once.
+    # A result of at most half the parameter's size (a norm, a row) is stored, which is cheap. Repeated norms would make
+    # a penalty on all parameters one segment, which gathers all parameters at once.
     largest = max((math.prod(atom.aval.shape) for atom in eqn.invars), default=0)
     return all(2 * math.prod(var.aval.shape) > largest for var in eqn.outvars)
 

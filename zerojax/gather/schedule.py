@@ -278,8 +278,8 @@ class GradScheduler:
             for key, (param, total) in totals.items()
         ]
         if exposed:
-            # These gradients wait until the previous block's are reduced. Otherwise XLA may reduce those later, when
-            # nothing is left to compute. Reductions across hosts use another link, so they are not waited for.
+            # These gradients wait until the previous block's gradients are reduced. Otherwise XLA may reduce the
+            # previous ones later, when nothing is left to compute. Reductions across hosts use another link: no wait.
             sent = [x.value for x in self._queue if isinstance(x.key, ShardedParam) and x.state is self._after(x.key)]
             computed = [dataclasses.replace(x, value=barrier([x.value], sent)[0][0]) for x in computed]
         if not waits and (exposed or not self.options.prefetch):

@@ -264,7 +264,7 @@ class BlockSegment(Segment):
             for index, cotangent in zip(passes.active_others, to_others, strict=True):
                 grads.add_input(self.others[index], cotangent)
             return
-        # Gradients in `due` come from the segment before this one in the pass. They are in the barrier, so the gathers
+        # Gradients in `due` come from the previous segment of this pass. They are in the barrier, so the gathers
         # wait for that segment, and `beside` is not needed.
         beside = None if grads.due else grads.cotangents
         again, (cotangents, due) = gathers.take(cotangents, grads.due, rows=passes.result_rows, beside=beside)

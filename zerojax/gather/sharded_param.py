@@ -20,7 +20,7 @@ from zerojax import compat, jaxprs
 from zerojax.layout.leaf import Leaf
 from zerojax.placement.storage import to_device
 
-# Equations that copy the shard. The copy is made only for a stack that a loop scans over. Without it, the whole stack
+# Equations that copy the shard. Only a stack that a loop scans over is copied, because otherwise the whole stack
 # would be gathered before the loop.
 OF_STACKS = frozenset({"transpose", "rev", "reshape"})
 # All primitives that may be applied to the shard. Of casts, only those to a narrower type are applied.

@@ -41,7 +41,7 @@ def spared(eqn: Any, values: Sequence, dims: Mapping) -> list | None:
     if any(jax.dtypes.issubdtype(a.aval.dtype, jax.dtypes.extended) for a in eqn.invars):
         return None
     call = _Call(eqn)
-    if call.consts:  # It has constants, which the parts of `passes` would need as arguments.
+    if call.consts:  # The parts of `passes` would need these constants as arguments.
         return None
     if -1 in results:
         return next((found for i in divided if (found := call.opened(i, given, values)) is not None), None)

@@ -164,7 +164,7 @@ class RowStates(NamedTuple):
     others: Sequence[RowDims] = ()  # of each argument that is not a parameter
     results: Sequence[RowDims] = ()  # of each result in the whole program; if empty, the function's trace gives them
     follower: Follower | None = None  # finds the rows in the function's values; without it, all row dims are unknown
-    comm: Collectives | None = None  # runs kernels on each device's rows (`on_own_rows`); None: they are unchanged
+    comm: Collectives | None = None  # runs kernels on each device's rows (`on_own_rows`); None: kernels are unchanged
 
 
 def traced_passes(
