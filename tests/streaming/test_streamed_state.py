@@ -164,19 +164,13 @@ def rank_loss(params, rows):
     return jnp.mean(products**2) * params["scalar"] + jnp.sum(params["empty"])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", OTHERS)
-def test_state_of_leaves_of_every_rank(name, mesh):
-    tx = zero_shard(
-        OTHERS[name](), stage=3, mesh=mesh, tuning=Tuning(persist_below=0), offload=Offload(optimizer="host")
-    )
-    assert_parity(tx, rank_loss, RANKS, [ROWS] * 2, atol=1e-5)
+PLACES = dict.fromkeys(OTHERS, "host"), dict.fromkeys(["adafactor", "multi_steps", "prodigy"], "disk")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["adafactor", "multi_steps", "prodigy"])  # with state that no other one has
-def test_state_of_leaves_of_every_rank_on_disk(name, mesh, tmp_path):
-    offloaded = Offload(optimizer="disk", path=tmp_path)
+@pytest.mark.parametrize(("name", "where"), [pair for place in PLACES for pair in place.items()])
+def test_state_of_leaves_of_every_rank(name, where, mesh, tmp_path):
+    offloaded = Offload(optimizer=where, path=tmp_path if where == "disk" else None)
     tx = zero_shard(OTHERS[name](), stage=3, mesh=mesh, tuning=Tuning(persist_below=0), offload=offloaded)
     assert_parity(tx, rank_loss, RANKS, [ROWS] * 2, atol=1e-5)
 
