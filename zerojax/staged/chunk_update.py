@@ -265,9 +265,11 @@ class StagedQueue(UpdateQueue):
         group, inputs = of.group, self._inputs_of(of.group)
 
         def read(x: OnDisk) -> Array:
-            shard = _shard(x, group, chunk.n)
-            load = lambda i: self._files.receive(*i, begun.pop(i), "device") if i in begun else self._files.load(*i)
-            return shard.joined({chunk_id: load(chunk_id) for chunk_id in shard.chunk_ids})
+            shard, found = _shard(x, group, chunk.n), {}
+            for chunk_id in shard.chunk_ids:
+                reading = begun.pop(chunk_id, None) or self._files.read(*chunk_id)
+                found[chunk_id] = self._files.receive(*chunk_id, reading, "device")
+            return shard.joined(found)
 
         old = zip(group.params, of.params, strict=True)
         params = [read(trained[i].param) if i in trained else x for i, x in old]
@@ -284,8 +286,8 @@ class StagedQueue(UpdateQueue):
         of.params = [None if i in trained else x for i, x in new.items()]
         for i, x in new.items():
             chunks = _shard(trained[i].param, group, chunk.n).split(x) if i in trained else {}
-            for chunk_id, new_chunk in wait_if_simulated(self._streamed.config.mesh, chunks).items():
-                self._files.write(*chunk_id, new_chunk)
+            for (index, n), new_chunk in wait_if_simulated(self._streamed.config.mesh, chunks).items():
+                self._files.write(index, n, new_chunk)
         self._write(chunk, state)
 
 
