@@ -1,9 +1,9 @@
 """Compute both cotangents of a product of two activations next to each other.
 
-In the backward pass of attention, one cotangent of `probabilities @ values` is as large as the probabilities, and is
-read at once. The other needs the probabilities, and is read later. XLA's scheduler may delay the other product, so that
-the probabilities stay in memory together with the first cotangent and the values computed from it. In a scan with
-prefetch it does so. Here both cotangents pass one barrier, so each is computed before any of them is read.
+The backward pass of attention computes two cotangents of `probabilities @ values`. That of the probabilities is as
+large as they are, and is read at once. That of the values is a product with the probabilities, and is read later. XLA
+may delay this product, and does so in a scan with prefetch. The probabilities then stay in memory together with their
+cotangent. Here both cotangents pass one barrier, so both are computed before either is read.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Run a scan over layers as a segment: stacked parameters stay sharded until the iteration that uses them.
 
 The rule "loop over layers" makes this segment. Each pass carries the gathered parameters of one iteration while it
-gathers the parameters of the next iteration, so that compute hides the gather. Plain autodiff would keep that carry,
-which means every layer, as residuals. So the engine writes both passes as loops, and each iteration writes its results
-and residuals in place into stacks. The backward loop (`scan_backward`) reduce-scatters the gradients of one iteration
-while it computes the next one.
+gathers the parameters of the next iteration, so that compute hides the gather. Plain autodiff would store this carry of
+every iteration for the backward pass, and so every gathered layer. So the engine writes both passes as loops, and each
+iteration writes its results and residuals in place into stacks. The backward loop (`scan_backward`) reduce-scatters the
+gradients of one iteration while it computes the next one.
 
 The last iteration has nothing to gather. It is peeled, so it runs after the loop, and the next segment's gathers start
 together with it. A clamped index would avoid the peeling, but would gather one layer twice in each pass.

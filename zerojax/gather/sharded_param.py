@@ -3,8 +3,8 @@
 `rules` asks `extended` whether an equation can be applied to the shard. `schedule` asks `ShardedParam.shard` for the
 array to gather.
 
-A cast to a narrower type is applied to the shard, because the gather then moves fewer bytes. So are slices and changes
-of layout that keep the sharded dim (`sliced`). Other equations run on the gathered parameter.
+A cast to a narrower type is applied to the shard, because the gather then moves fewer bytes. Slices and changes of
+layout that keep the sharded dim are applied to it, too (`sliced`). Other equations run on the gathered parameter.
 """
 
 import dataclasses
