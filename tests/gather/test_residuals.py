@@ -7,7 +7,7 @@ from conftest import mesh_of
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
-from zerojax.gather.vjp import RowStates, traced_passes
+from zerojax.gather.vjp import KnownRows, traced_passes
 
 ROWS, SIZE = 16, 64
 W, X = jnp.ones((SIZE, SIZE)), jnp.ones((ROWS, SIZE))
@@ -40,7 +40,7 @@ SAVED_OF_THE_WEIGHTS_SIZE = {"mask that is kept": 1}
 @pytest.mark.parametrize("name", LOSSES)
 def test_nothing_that_the_gathered_weight_gives_is_kept(name):
     run = lambda params, others: [LOSSES[name](params[0], others[0])]
-    passes = traced_passes(run, [W], [X], trained=[True], active=[True], rows=RowStates())
+    passes = traced_passes(run, [W], [X], trained=[True], active=[True], rows=KnownRows())
     saved = [var.aval.size for var in passes.forward.outvars[passes.results :]]
     assert sum(size > X.size for size in saved) == SAVED_OF_THE_WEIGHTS_SIZE.get(name, 0)
     assert passes.needed == {0}

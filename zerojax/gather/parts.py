@@ -114,12 +114,12 @@ def dims_after(eqn: Any, dims: Mapping, layers: bool = False, flattens: bool = F
     count = first.length if isinstance(first, FlatDim) else divided[0].aval.shape[first]
     if count == 1 or not (name in _OF_LAYERS if layers else name in OF_SHARDS or _is_product_of_shards(eqn)):
         return unknown
-    states = Follower(count).through(eqn, list(map(_state, given)), Context(count, {}))
+    row_dims = Follower(count).through(eqn, list(map(_row_dims, given)), Context(count, {}))
     may_combine = not layers and name in COMBINED
-    return [_dim_in(*pair, count, may_combine, flattens) for pair in zip(eqn.outvars, states, strict=True)]
+    return [_dim_in(*pair, count, may_combine, flattens) for pair in zip(eqn.outvars, row_dims, strict=True)]
 
 
-def _state(dim: Dim) -> Places:
+def _row_dims(dim: Dim) -> Places:
     if isinstance(dim, FlatDim):
         return Places(frozenset((Place(0, dim.outer),)))
     return NOWHERE if dim is None else on_dim(dim)

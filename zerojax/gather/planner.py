@@ -43,8 +43,8 @@ def planned(
         if (found := optional(loss)) is not None:
             loss = loss.rewritten(*found)
     jaxpr, same = loss.jaxpr, None
-    states = [*given, *[NOWHERE] * (len(jaxpr.invars) - len(given))]
-    rows = {} if follower is None else follower.with_implied(jaxpr, follower.row_dims(jaxpr, states))
+    row_dims = [*given, *[NOWHERE] * (len(jaxpr.invars) - len(given))]
+    rows = {} if follower is None else follower.with_implied(jaxpr, follower.row_dims(jaxpr, row_dims))
     if alike is not None:
         same = {v for v, on in zip(jaxpr.invars, alike, strict=False) if on} | {*jaxpr.invars[len(alike) :]}
     pairs = zip(jaxpr.invars, leaves, strict=False)

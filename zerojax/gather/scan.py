@@ -29,7 +29,7 @@ from zerojax.gather.loop import LayerGathers, Loop
 from zerojax.gather.schedule import GatherScheduler, GradScheduler
 from zerojax.gather.segments import BlockResiduals, Segment
 from zerojax.gather.sharded_param import ShardedParam, bytes_of, carried_by
-from zerojax.gather.vjp import Passes, RowStates, traced_passes
+from zerojax.gather.vjp import KnownRows, Passes, traced_passes
 
 # What an iteration passes to the next one: the carry, the gathered layers of the next iteration (without prefetch, no
 # layers), and stacks of the rows that the iterations have written (`Forward.rows`).
@@ -172,14 +172,14 @@ class ScanSegment(Segment):
         rows = [jax.eval_shape(lambda x: lax.index_in_dim(x, 0, 0, keepdims=False), x) for x in slices]
         comm = gathers.options.comm
         inside = loop.rows_inside(gathers.rows_of(self.others), comm.follower)
-        states = RowStates(inside, (), comm.follower, comm)
+        known = KnownRows(inside, (), comm.follower, comm)
         return traced_passes(
             loop.run,
             entry,
             [*others, *rows],
             trained=trained,
             active=active,
-            rows=states,
+            rows=known,
             carried=carried_by(loop.params),
         )
 

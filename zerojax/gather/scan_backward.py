@@ -245,8 +245,8 @@ def backward(
     flat, structure = jax.tree.flatten(residuals.saved)
     # The residuals pass the barrier, too. Otherwise XLA would merge the first step's recomputation with the last
     # iteration of the forward pass, and keep the values of that iteration until then.
-    states, ahead = [rows[i] for i in wanted], not loop.stacked
-    entry, (cotangents, flat, due) = gathers.take(cotangents, flat, grads.due, rows=states, ahead=ahead)
+    entry_rows, ahead = [rows[i] for i in wanted], not loop.stacked
+    entry, (cotangents, flat, due) = gathers.take(cotangents, flat, grads.due, rows=entry_rows, ahead=ahead)
     grads.settle(due)
     residuals = dataclasses.replace(residuals, saved=jax.tree.unflatten(structure, flat))
     used = [i - len(loop.shared) for i in passes.needed if i >= len(loop.shared)]

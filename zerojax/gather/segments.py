@@ -35,7 +35,7 @@ from zerojax.dims import RowDims
 from zerojax.gather.evaluate import as_gathered, evaluate_gathered
 from zerojax.gather.schedule import GatherScheduler, GradScheduler
 from zerojax.gather.sharded_param import ShardedParam, bytes_of, carried_by
-from zerojax.gather.vjp import Passes, RowStates, Sums, differentiable, shared_passes
+from zerojax.gather.vjp import KnownRows, Passes, Sums, differentiable, shared_passes
 from zerojax.primitives import Kind
 
 if TYPE_CHECKING:
@@ -240,7 +240,7 @@ class BlockSegment(Segment):
             active=[v in moving for v in self.others],
             # Equations without parameters are one segment even if they have nothing to do with each other.
             wanted=None if self.params else [self.results.index(v) for v in self.live_results(moving)],
-            rows=RowStates(gathers.rows_of(self.others), gathers.rows_of(self.results), comm.follower, comm),
+            rows=KnownRows(gathers.rows_of(self.others), gathers.rows_of(self.results), comm.follower, comm),
             carried=carried_by(self.params),
         )
         with names.in_scopes(self.scope, "jvp"):

@@ -158,7 +158,7 @@ class Passes:
         return compat.with_jaxpr(closed, jaxpr)
 
 
-class RowStates(NamedTuple):
+class KnownRows(NamedTuple):
     """Which dims of a function's arguments and results hold the rows of the batch."""
 
     others: Sequence[RowDims] = ()  # of each argument that is not a parameter
@@ -175,7 +175,7 @@ def traced_passes(
     active: Sequence[bool],
     trained: Sequence[bool] = (),
     wanted: Collection[int] | None = None,
-    rows: RowStates,
+    rows: KnownRows,
     carried: Mapping[int, np.dtype] = MappingProxyType({}),
 ) -> Passes:
     """Trace `function(params, others)`, which returns a list of arrays, and its derivative.
@@ -212,10 +212,10 @@ def traced_passes(
         jaxpr = divided(jaxpr, jaxpr.invars[: len(params)])
     jaxpr = names.without_transforms(jaxpr, "jvp")
     forward, sources, derive, reads = _classified(jaxpr, len(params), results)
-    states: list[RowDims] = [UNKNOWN] * len(jaxpr.outvars)
+    row_dims: list[RowDims] = [UNKNOWN] * len(jaxpr.outvars)
     if rows.follower is not None:
-        states = list(rows.follower.results(jaxpr, given))
-        states[: len(rows.results)] = rows.results
+        row_dims = list(rows.follower.results(jaxpr, given))
+        row_dims[: len(rows.results)] = rows.results
     return Passes(
         forward=forward,
         consts=consts,
@@ -228,8 +228,8 @@ def traced_passes(
         derive_reads=reads,
         tree=jax.tree.structure(shapes[1]),
         other_shapes=tuple(v.aval for v in jaxpr.invars[len(params) :]),
-        residual_rows=tuple(states[results:]),
-        result_rows=tuple(states[i] for i in active_results),
+        residual_rows=tuple(row_dims[results:]),
+        result_rows=tuple(row_dims[i] for i in active_results),
     )
 
 
@@ -239,7 +239,7 @@ def shared_passes(
     params: Sequence,
     others: Sequence,
     *,
-    rows: RowStates,
+    rows: KnownRows,
     **options: Any,
 ) -> Passes:
     """Call `traced_passes`. The cache `known` makes segments that have inputs of equal types share one trace."""

@@ -355,14 +355,14 @@ class Costs:
         if len(sizes) > 1:
             raise LostError(eqn)
         count = sizes.pop()
-        states = [NOWHERE if d is None else on_dim(d) for d in dims]
+        row_dims = [NOWHERE if d is None else on_dim(d) for d in dims]
         found = []
-        for var, state in zip(eqn.outvars, Follower(count).through(eqn, states, Context(count, made)), strict=True):
-            if state is not None and not state.places:
+        for var, rows in zip(eqn.outvars, Follower(count).through(eqn, row_dims, Context(count, made)), strict=True):
+            if rows is not None and not rows.places:
                 self.sum(var)
                 found.append(None)
                 continue
-            place = None if state is None else state.only
+            place = None if rows is None else rows.only
             if place is None or place.outer > 1 or var.aval.shape[place.dim] != count:
                 raise LostError(eqn)
             found.append(place.dim)

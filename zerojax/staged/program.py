@@ -22,7 +22,7 @@ from zerojax.gather.scan import ScanSegment
 from zerojax.gather.schedule import GatherScheduler, GradScheduler, Options
 from zerojax.gather.segments import BlockResiduals, BlockSegment, Program, Segment
 from zerojax.gather.sharded_param import ShardedParam
-from zerojax.gather.vjp import RowStates, traced_passes
+from zerojax.gather.vjp import KnownRows, traced_passes
 from zerojax.layout.leaf import replace_at
 from zerojax.offload.chunked import MOST_ROWS
 from zerojax.staged.model_files import ChunkId, DiskShard, OnDisk
@@ -57,7 +57,7 @@ class Stage:
     """
 
     def __init__(
-        self, segment: Segment, wanted: Wanted, rows: RowStates, options: Options, by_row: Sequence[bool], mesh: Any
+        self, segment: Segment, wanted: Wanted, rows: KnownRows, options: Options, by_row: Sequence[bool], mesh: Any
     ):
         """Trace the passes. `by_row` says for each parameter whether its shard is one row of a stack."""
         assert isinstance(segment, BlockSegment)
@@ -273,10 +273,10 @@ class StagedProgram:
         rows = self.program.rows
         others, outs = ([rows.get(v, NOWHERE) for v in variables] for variables in (segment.others, segment.results))
         by_row = [source.n is not None for source in sources]
-        stage = self._stage(segment, wanted, RowStates(others, outs, self._options.comm.follower), by_row)
+        stage = self._stage(segment, wanted, KnownRows(others, outs, self._options.comm.follower), by_row)
         return Item(segment, stage, sources)
 
-    def _stage(self, segment: BlockSegment, wanted: Wanted, rows: RowStates, by_row: list[bool]) -> Stage:
+    def _stage(self, segment: BlockSegment, wanted: Wanted, rows: KnownRows, by_row: list[bool]) -> Stage:
         """Return the stage of a segment. Segments with equal equations and layouts share one."""
         make = functools.partial(Stage, segment, wanted, rows, self._options, by_row, self.mesh)
         is_sliced = any(p.slices and not row for p, row in zip(segment.params, by_row, strict=True))

@@ -23,7 +23,7 @@ from zerojax.dims.follow import row_dims_of_args, row_dims_of_params
 from zerojax.gather.engine import run_backward, run_forward, trace_loss
 from zerojax.gather.schedule import Options
 from zerojax.gather.segments import Program
-from zerojax.gather.vjp import RowStates, Sums, traced_passes
+from zerojax.gather.vjp import KnownRows, Sums, traced_passes
 from zerojax.jaxprs import split_arrays
 from zerojax.layout.leaf import Leaf
 from zerojax.layout.tree import Layout
@@ -195,9 +195,9 @@ def full_passes(view: View, given: LossInputs) -> tuple[Returned, Callable]:
 
     values = [*given.stored, *arrays]
     experts = {i: axes if view.reduces_each else () for i, axes in comm.experts(layout.params).items()}
-    states = [*row_dims_of_params(given.stored, experts), *row_dims_of_args(further, OF_ROWS, comm.follower)]
+    row_dims = [*row_dims_of_params(given.stored, experts), *row_dims_of_args(further, OF_ROWS, comm.follower)]
     active = [i in trained or i in overwritten for i in range(len(values))]
-    rows = RowStates(states, (), comm.follower, comm)
+    rows = KnownRows(row_dims, (), comm.follower, comm)
     passes = traced_passes(run, (), values, active=active, wanted=(0,), rows=rows)
     with names.in_scopes((), "jvp"):
         results, saved = passes.run((), values)

@@ -143,8 +143,8 @@ def _factors(view: View, given: LossInputs, batch: Any) -> Iterator[float | None
     structure = jax.tree.structure(batch)
     jaxpr, consts = compat.opened(jax.make_jaxpr(loss)(leaves, shaped))
     inlined = jax.make_jaxpr(lambda *args: jaxprs.inline_calls(jaxpr, consts, *args))(*leaves, *shaped)
-    states = [*[NOWHERE] * len(leaves), *[on_dim(0)] * len(rows)]
-    return _factors_of_sums(compat.opened(inlined)[0], states, rows[0].shape[0])
+    row_dims = [*[NOWHERE] * len(leaves), *[on_dim(0)] * len(rows)]
+    return _factors_of_sums(compat.opened(inlined)[0], row_dims, rows[0].shape[0])
 
 
 def _number(atom: Any) -> float | None:
