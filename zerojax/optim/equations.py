@@ -72,7 +72,7 @@ def update_first_group(
 ) -> tuple[dict[int, Array], list, list, tuple[int, ...]]:
     """Compute the group that needs no offloaded state. Return the fields of `ResidentResults`; see `resident_update`.
 
-    `equations` may be the part of the group's equations that reads some of their scalars, `cuts`, as further inputs.
+    `equations` may be a part of the group's equations. It reads some of their scalars as further inputs, `cuts`.
     """
     partition = plan.analysis(config).partition
     first, equations = partition.first, equations or partition.first.equations

@@ -144,9 +144,9 @@ def _is_stack(core: Core, traced: TracedUpdate) -> bool:
 
 
 def _choose(config: Config, whole: OwnedCores) -> tuple[OwnedCores, str]:
-    """Return the first of some cores, with the devices per owner that take the least time, and a reason for the others.
+    """Choose how many of the first cores owners compute, and the devices per owner, for the least time.
 
-    Owners may compute none of the cores.
+    Return these cores, and the reason why the other cores have no owners.
     """
     first, counts, shards = whole.cores[0], whole.counts, whole.leaf.shards
     sizes = [leaf.bytes for leaves in layouts_of_item(first, whole.size) for leaf in leaves]

@@ -180,7 +180,7 @@ def gathered_passes(view: View, given: LossInputs) -> tuple[Returned, Callable]:
 
 
 def full_passes(view: View, given: LossInputs) -> tuple[Returned, Callable]:
-    """Run the loss forward on full parameters, and return as `gathered_passes`. All gradients may be partial sums."""
+    """Run the loss on full parameters. Return what `gathered_passes` does. All gradients may be partial sums."""
     layout, comm, further = view.layout, view.comm, (given.mutable, given.batch, *given.args)
     trained, overwritten, count = layout.trained, layout.overwritten, len(given.stored)
     arrays, put_back = split_arrays(further)

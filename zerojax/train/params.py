@@ -168,12 +168,15 @@ def logical(tree: PyTree) -> PyTree:
         >>> means = jax.jit(lambda params: jax.tree.map(jnp.mean, zerojax.logical(params)))(state.params)
     """
     is_node = lambda x: is_stored_node(x) or isinstance(x, ZeroState)
-    one = lambda x: logical_state(x) if isinstance(x, ZeroState) else logical_leaf(x)
-    return jax.tree.map(one, tree, is_leaf=is_node)
+    return jax.tree.map(logical_node, tree, is_leaf=is_node)
 
 
-def logical_leaf(x: Any) -> Any:
-    """Return the logical array of a `Padded` or of a leaf on disk. Return any other leaf unchanged."""
+def logical_node(x: Any) -> Any:
+    """Return a `Padded`, a leaf on disk or a `ZeroState` in logical shapes. Return any other leaf unchanged."""
+    if isinstance(x, ZeroState):
+        leaves, structure = jax.tree.flatten(x.opt_state, is_leaf=is_chunked)
+        arrays = [logical_of_stored(*pair) for pair in zip(leaves, x.plan.state, strict=True)]
+        return dataclasses.replace(x, params=logical(x.params), opt_state=jax.tree.unflatten(structure, arrays))
     if is_chunked(x):
         return logical_of_stored(x, x.leaf)
     if not is_padded(x):
@@ -181,14 +184,6 @@ def logical_leaf(x: Any) -> Any:
     if isinstance(x.storage, jax.ShapeDtypeStruct):
         return compat.eval_shape(Padded.logical, x)
     return on_auto_mesh(mesh_of(x.storage), storage.logical_array, x) if is_number_array(x.storage) else x.storage
-
-
-def logical_state(state: ZeroState) -> ZeroState:
-    """Return a state in which every array has its logical shape."""
-    leaves, structure = jax.tree.flatten(state.opt_state, is_leaf=is_chunked)
-    arrays = [logical_of_stored(x, leaf) for x, leaf in zip(leaves, state.plan.state, strict=True)]
-    params = jax.tree.map(logical_leaf, state.params, is_leaf=is_stored_node)
-    return dataclasses.replace(state, params=params, opt_state=jax.tree.unflatten(structure, arrays))
 
 
 def logical_of_stored(x: Any, leaf: Leaf) -> Any:

@@ -112,7 +112,7 @@ class Step:
     def under(self, config: Config) -> Step:
         """Return a step with the same loss for `config`, which may have another mesh or stage.
 
-        The options are the same but for `memory=`, which belongs to the mesh and the stage of this step.
+        The options are the same except `memory=`, which belongs to the mesh and the stage of this step.
         """
         return Step(config, dataclasses.replace(self.program.loss), dataclasses.replace(self.options, memory=None))
 

@@ -280,7 +280,7 @@ class JittedStep:
 
     @functools.cached_property
     def whole(self) -> Any:
-        """Return the jitted `step`. A process may unpickle it before JAX knows the devices."""
+        """Return the jitted `step`, made by the first call: a process may unpickle it before JAX knows the devices."""
         return self.jit(self.step)
 
     def jit(self, step: Callable) -> Any:
@@ -291,7 +291,7 @@ class JittedStep:
         return self.whole(state, rows, *args)
 
     def inside(self, state: ZeroState, rows: Any, args: tuple) -> tuple[ZeroState, Any]:
-        """Run the step inside of another program, which has the compiler options."""
+        """Run the step as a part of another program. Compiler options belong to that program."""
         options = self.program.options
         if options.users_options:
             raise TypeError(
