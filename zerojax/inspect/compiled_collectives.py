@@ -17,7 +17,7 @@ import numpy as np
 
 from zerojax import compat
 from zerojax.comm.collectives import LABEL, UPDATE
-from zerojax.inspect.hlo import HloArray, HloComputation, Instruction, Module, arrays_of, read
+from zerojax.inspect.hlo import HloArray, HloComputation, Instruction, Module, read
 
 KINDS = (
     "all-gather",
@@ -266,7 +266,7 @@ def lines_of_model(frames: Sequence[str]) -> list[str]:
 def _full_arrays(kind: str, computation: HloComputation, i: Instruction) -> tuple[HloArray, ...]:
     operands = i.operands[:1] if kind == "ragged-all-to-all" else i.operands
     if kind == "all-gather":
-        arrays = arrays_of(i.shape)
+        arrays = i.arrays
         # The shape of a start lists operands, then results, then context. Their nesting varies.
         return tuple(arrays if i.opcode == kind else arrays[len(operands) : 2 * len(operands)])
     if missing := [name for name in operands if name not in computation.by_name]:
@@ -274,7 +274,7 @@ def _full_arrays(kind: str, computation: HloComputation, i: Instruction) -> tupl
             f"The HLO text is truncated: {kind} {i.name!r} takes {missing[0]!r}, which it does not define. "
             "Give the whole text of as_text()."
         )
-    return tuple(array for name in operands for array in arrays_of(computation.by_name[name].shape))
+    return tuple(array for name in operands for array in computation.by_name[name].arrays)
 
 
 def _group(module: Module, i: Instruction) -> tuple[int, ...]:

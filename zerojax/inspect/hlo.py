@@ -46,13 +46,6 @@ class HloArray:
         return -(-self.elements * width // 8)
 
 
-def arrays_of(shape: str) -> list[HloArray]:
-    return [
-        HloArray(dtype, tuple(int(d.strip(" <=")) for d in dims.split(",") if d.strip()))
-        for dtype, dims in _ARRAY.findall(shape)
-    ]
-
-
 class Instruction(NamedTuple):
     """One line of HLO. `rest` is the line from the operands on, not parsed. `root` marks a computation's result."""
 
@@ -61,6 +54,17 @@ class Instruction(NamedTuple):
     shape: str
     rest: str
     root: bool
+
+    @property
+    def arrays(self) -> list[HloArray]:
+        return [
+            HloArray(dtype, tuple(int(d.strip(" <=")) for d in dims.split(",") if d.strip()))
+            for dtype, dims in _ARRAY.findall(self.shape)
+        ]
+
+    @property
+    def bytes(self) -> int:
+        return sum(array.bytes for array in self.arrays)
 
     @property
     def literal(self) -> str:

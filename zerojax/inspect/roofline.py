@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from zerojax.gpus.devices import Device
 from zerojax.inspect.compiled_collectives import KINDS, Collective, CompiledCollectives, collectives_of
-from zerojax.inspect.hlo import HloArray, HloComputation, Instruction, Module, arrays_of, read
+from zerojax.inspect.hlo import HloArray, HloComputation, Instruction, Module, read
 
 HIGHEST = "f32 highest"
 CONTROL = frozenset({"while", "conditional", "call", "async-start"})
@@ -122,13 +122,13 @@ def _operations(module: Module, c: HloComputation, i: Instruction) -> tuple[Coun
         fused = module.callee(i)
         found = [_operations(module, fused, inner) for inner in fused.instructions] if fused else []
         return sum((total for total, _ in found), Counter[str]()), next((name for _, name in found if name), "")
-    shapes = [_operand(c, name) for name in i.operands] if i.opcode in ("dot", "convolution", "custom-call") else []
+    operands = lambda: [c.by_name[name].arrays[0] for name in i.operands]
     target = _TARGET.search(i.attributes) if i.opcode == "custom-call" else None
     name = target[1] if target else i.opcode
     if name == "dot" or name.startswith(("__cublas$gemm", "__cublas$lt$matmul")):
-        return _dot_flops(i, shapes), ""
+        return _dot_flops(i, operands()), ""
     if name == "convolution" or name.startswith("__cudnn$conv"):
-        return _convolution(i, name, shapes), ""
+        return _convolution(i, name, operands()), ""
     return Counter(), name if target else ""
 
 
@@ -136,12 +136,12 @@ def _dot_flops(i: Instruction, operands: list[HloArray]) -> Counter[str]:
     contracting = re.search(r"lhs_contracting_dim(?:s=\{|ensions\":\[)([\d,\"]*)", i.rest)
     dims = re.findall(r"\d+", contracting[1]) if contracting else ()
     contracted = math.prod(operands[0].shape[int(d)] for d in dims)
-    return Counter({_rate_dtype(i, operands[0]): 2 * arrays_of(i.shape)[0].elements * contracted})
+    return Counter({_rate_dtype(i, operands[0]): 2 * i.arrays[0].elements * contracted})
 
 
 def _convolution(i: Instruction, name: str, operands: list[HloArray]) -> Counter[str]:
     """Return the FLOPs of a convolution, two for each kernel element that each forward output element reads."""
-    kernel, output = operands[1], arrays_of(i.shape)[0]
+    kernel, output = operands[1], i.arrays[0]
     if "BackwardFilter" in name:
         kernel, output = output, operands[1]
     elif "BackwardInput" in name:
@@ -159,26 +159,26 @@ def _rate_dtype(i: Instruction, operand: HloArray) -> str:
 def _traffic(module: Module, c: HloComputation, i: Instruction) -> int:
     """Return the bytes that one execution of a kernel reads and writes. Each operand is read once."""
     if i.opcode in SLICES:
-        return 2 * _bytes(i.shape)
+        return 2 * i.bytes
     if i.opcode in UPDATES:
         return 2 * _update_bytes(c, i)
     if i.opcode.endswith("-start") and i.opcode not in FUSIONS:
-        return _bytes(i.shape)  # the shape lists operands, results and a context of 4 bytes
+        return i.bytes  # the shape lists operands, results and a context of 4 bytes
     if i.opcode not in FUSIONS:
-        return sum(_bytes(c.by_name[name].shape) for name in i.operands if name in c.by_name) + _bytes(i.shape)
+        return sum(c.by_name[name].bytes for name in i.operands if name in c.by_name) + i.bytes
     fused = module.callee(i)
     return _bytes_read(fused) + _bytes_written(fused, fused.root) if fused else 0
 
 
 def _bytes_read(fused: HloComputation) -> int:
     def read(i: Instruction) -> int:
-        full, touched = _bytes(i.shape), 0
+        full, touched = i.bytes, 0
         for user in fused.users.get(i.name, ()):
             is_first = user.operands[0] == i.name
             if user.opcode == "bitcast":
                 touched += read(user)
             elif user.opcode in SLICES and is_first:
-                touched += _bytes(user.shape)
+                touched += user.bytes
             elif user.opcode == "scatter" and is_first:  # an in-place update, which may read the old values
                 touched += _update_bytes(fused, user)
             elif user.opcode not in UPDATES or not is_first:
@@ -197,19 +197,11 @@ def _bytes_written(fused: HloComputation, name: str) -> int:
         return sum(_bytes_written(fused, operand) for operand in root.operands)
     if root.opcode in UPDATES:
         return _update_bytes(fused, root)
-    return _bytes(root.shape)
+    return root.bytes
 
 
 def _update_bytes(c: HloComputation, i: Instruction) -> int:
-    return _operand(c, i.operands[1 if i.opcode == "dynamic-update-slice" else -1]).bytes
-
-
-def _operand(c: HloComputation, name: str) -> HloArray:
-    return arrays_of(c.by_name[name].shape)[0]
-
-
-def _bytes(shape: str) -> int:
-    return sum(array.bytes for array in arrays_of(shape))
+    return c.by_name[i.operands[1 if i.opcode == "dynamic-update-slice" else -1]].arrays[0].bytes
 
 
 def overlap(compiled: Any) -> CompiledCollectives:

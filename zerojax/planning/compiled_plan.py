@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from zerojax.budget.blocks import BlockMemory, table_lines
 from zerojax.gpus.devices import GPUS_PER_HOST, SCHEDULED, USABLE, Device, Rates, Topology
 from zerojax.inspect.compiled_collectives import Collective, CompiledCollectives
-from zerojax.inspect.hlo import Module, arrays_of, memory_analysis, peak_bytes, read
+from zerojax.inspect.hlo import Module, memory_analysis, peak_bytes, read
 from zerojax.inspect.roofline import Roofline, overlap, roofline
 from zerojax.inspect.timeline import Expected, simulate
 from zerojax.planning.stage_bytes import StageEstimate
@@ -298,7 +298,7 @@ def memory_by_part(module: Module, analysis: Any, parts: Mapping[str, str]) -> d
     sizes = Counter[str](dict.fromkeys(parts.values(), 0))
     entry = module.computations[module.entries[0]].instructions
     for i in sorted((i for i in entry if i.opcode == "parameter"), key=lambda i: int(i.literal)):
-        sizes[part_of_argument(i.op_name, parts)] += sum(array.bytes for array in arrays_of(i.shape))
+        sizes[part_of_argument(i.op_name, parts)] += i.bytes
     sizes[OTHER] += analysis.argument_size_in_bytes - sizes.total()  # arguments that the compiler adds, and alignment
     # These bytes are added, not set, because an argument may be called "temporary" or "results".
     sizes[TEMPORARY] += analysis.temp_size_in_bytes
