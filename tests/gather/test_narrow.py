@@ -283,13 +283,7 @@ def quantised_product(reads_weight, *, counts=False):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("reads_weight", [False, True])
-@pytest.mark.parametrize(
-    ("style", "view"),
-    [
-        ("unrolled", "global"),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in [("scanned", "device"), ("scanned", "global")]),
-    ],
-)
+@pytest.mark.parametrize(("style", "view"), [("unrolled", "global"), ("scanned", "device"), ("scanned", "global")])
 def test_a_product_that_quantises_a_weight_itself(style, view, reads_weight):
     product = quantised_product(reads_weight)
     block = jax.checkpoint(lambda x, w: x + product(jnp.tanh(product(x, w["up"])), w["down"]))

@@ -83,9 +83,8 @@ def padding_of(tree, setup):
 
 def on_use(fn, layout, *, bucket_bytes=BUCKET_BYTES, shared_bytes=0, prefetch=1, reshard_after_forward=True):
     """`fn(params, *args)` as a function of shards, to be called inside a `shard_map` over the helpers' mesh."""
-    options = Options(
-        DeviceCollectives(("data",), bucket_bytes, shared_bytes=shared_bytes), prefetch, reshard_after_forward
-    )
+    comm = DeviceCollectives(("data",), bucket_bytes, shared_bytes=shared_bytes)
+    options = Options(comm, prefetch, reshard_after_forward)
 
     def wrapped(params, *args):
         shards, tree = jax.tree.flatten(params)
@@ -93,8 +92,7 @@ def on_use(fn, layout, *, bucket_bytes=BUCKET_BYTES, shared_bytes=0, prefetch=1,
         pairs = zip(leaves, shards, strict=True)
         full = [jax.ShapeDtypeStruct(leaf.shape, x.dtype) if leaf.kind == "sharded" else x for leaf, x in pairs]
         on_leaves = lambda full, *args: fn(tree.unflatten(full), *args)
-        differing = range(len(args))
-        program, arrays, consts, structure = trace_loss(on_leaves, leaves, full, args, (), options.comm, differing)
+        program, arrays, consts, structure = trace_loss(on_leaves, leaves, full, args, (), comm, range(len(args)))
         return jax.tree.unflatten(structure, as_function(program, options)(*shards, *arrays, *consts))
 
     return wrapped
