@@ -9,27 +9,20 @@ import tracemalloc
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from checkpoints import assert_same, saved
 from command_line import refused, run
-from conftest import mesh_of
 from jax.experimental import multihost_utils
 from models import awkward_params
 from safetensors.numpy import load_file
+from test_round_trips import transformation
 
-from zerojax import Precision, Tuning, zero_shard
+from zerojax import Precision
 from zerojax.checkpoint import Checkpointer, export, export_checkpoint, import_params, on_preemption
 
 PARAMS = awkward_params()
 EXPECTED = {"layer.w": PARAMS["layer"]["w"], "layer.bias": PARAMS["layer"]["bias"]}
 EXPECTED |= {name: x for name, x in PARAMS.items() if name != "layer"}
-
-
-def transformation(stage, count=8, precision=None):
-    return zero_shard(
-        optax.adam(1e-2), stage=stage, mesh=mesh_of(count), tuning=Tuning(persist_below=64), precision=precision
-    )
 
 
 @pytest.mark.parametrize("precision", [None, Precision.bf16()], ids=["fp32", "bf16"])
@@ -81,9 +74,12 @@ def test_what_is_not_wanted_is_warned_of(tmp_path):
 
 
 @pytest.mark.parametrize(("limit", "files"), [(24, 1), (23, 2)])
-def test_a_file_is_full_at_its_limit(tmp_path, limit, files):
+def test_a_file_is_full_at_its_limit_and_has_at_least_one_byte(tmp_path, limit, files):
     params = {"a": jnp.ones(3), "b": jnp.ones(3)}  # 12 bytes each
     assert len(export(params, tmp_path / "out", file_bytes=limit)) == files
+    with pytest.raises(ValueError, match=r"file_bytes=0 is no size"):
+        export(params, tmp_path / "none", file_bytes=0)
+    assert os.listdir(tmp_path) == ["out"]
 
 
 def test_tied_leaves_are_compared_before_a_cast(tmp_path):
@@ -203,9 +199,3 @@ def test_a_second_signal_stops_at_once():
             block()
     finally:
         signal.signal(signal.SIGINT, usual)
-
-
-def test_a_file_has_at_least_one_byte(tmp_path):
-    with pytest.raises(ValueError, match=r"file_bytes=0 is no size"):
-        export({"w": jnp.ones(3)}, tmp_path / "none", file_bytes=0)
-    assert not list(tmp_path.iterdir())
