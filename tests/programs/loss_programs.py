@@ -4,22 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from layout_programs import ATTENTION, MLP, PAIRS, ROW_MLP, SERIES, TOKENS, attention, over_layers, stacked, unrolled
-from registry import (
-    HEAD,
-    HEADS,
-    HIDDEN,
-    MANY,
-    OUT,
-    ROWS,
-    TIME,
-    VOCABULARY,
-    WIDTH,
-    enter,
-    ids,
-    norm,
-    program,
-    xent,
-)
+from registry import HEAD, HEADS, HIDDEN, MANY, OUT, ROWS, TIME, VOCABULARY, WIDTH, enter, ids, norm, program, xent
 
 EXPERTS, NODES, EDGES, LATENT = 16, 32, 60, 56
 ENCODER = {"layers": unrolled(MLP), "head": (OUT, WIDTH)}

@@ -6,19 +6,7 @@ import optax
 from jax import lax
 from layout_programs import ATTENTION, ROW_MLP, attention, over_layers, stacked, unrolled
 from published_networks import HEAD_OUT, mlp
-from published_programs import (
-    EMBEDDED,
-    KEY,
-    NET,
-    PAIRS,
-    POLICY,
-    SERIES,
-    TOKENS,
-    answered,
-    log_sigmoid,
-    net,
-    stop,
-)
+from published_programs import EMBEDDED, KEY, NET, PAIRS, POLICY, SERIES, TOKENS, answered, log_sigmoid, net, stop
 from registry import HEAD, HEADS, HIDDEN, MANY, OUT, ROWS, TIME, VOCABULARY, WIDTH, Allowed, ids, norm, program, xent
 
 # Language models.

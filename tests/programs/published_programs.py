@@ -6,22 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from layout_programs import ATTENTION, ROW_MLP, attended, attention, over_layers, stacked, unrolled
-from registry import (
-    HEAD,
-    HEADS,
-    MANY,
-    OUT,
-    ROWS,
-    TIME,
-    VOCABULARY,
-    WIDTH,
-    Allowed,
-    enter,
-    ids,
-    norm,
-    program,
-    xent,
-)
+from registry import HEAD, HEADS, MANY, OUT, ROWS, TIME, VOCABULARY, WIDTH, Allowed, enter, ids, norm, program, xent
 
 stop, log_sigmoid = lax.stop_gradient, jax.nn.log_sigmoid
 SERIES = {"x": (ROWS, TIME, WIDTH), "y": ids(ROWS)}
