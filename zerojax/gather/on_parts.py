@@ -26,12 +26,13 @@ _ALIGNED = of_kind(Kind.ELEMENTWISE) | {"concatenate", "sort"}
 
 @dataclasses.dataclass(frozen=True)
 class Division:
-    """How one dim of some values is divided over devices."""
+    """How one dim of some values is divided over devices, or into the layers of a stack."""
 
     length: int  # the logical size of the dim
-    extent: int  # its size on one device, with padding
-    total: int  # its size on all devices, with padding
+    extent: int  # its size in one part, with padding
+    total: int  # its size in all parts, with padding
     axes: tuple[str, ...]  # the mesh axes that divide it
+    layer: Any = None  # the index of this part, if the parts are layers
 
     @classmethod
     def of(cls, leaf: Leaf) -> "Division":
@@ -42,7 +43,7 @@ class Division:
 
     @property
     def start(self) -> Any:
-        return lax.axis_index(self.axes) * self.extent
+        return lax.axis_index(self.axes) * self.extent if self.layer is None else self.layer
 
     def fill(self, x: jax.Array, dim: int | FlatDim, value: Any) -> jax.Array:
         """Replace the padding of a part by `value`."""
@@ -67,17 +68,6 @@ class Division:
             return self.whole(part.reshape(dim.outer, self.extent, -1), 1).ravel()
         full = lax.all_gather(part, self.axes, axis=dim, tiled=True)
         return lax.slice_in_dim(full, 0, self.length, axis=dim)
-
-
-@dataclasses.dataclass(frozen=True)
-class Layer(Division):
-    """One layer of a stack of `length` layers, as a part of the stack. The dim of layers keeps the size 1."""
-
-    index: Any
-
-    @property
-    def start(self) -> Any:
-        return self.index
 
 
 class Split(NamedTuple):
@@ -138,7 +128,7 @@ class _Evaluation:
     """Evaluates the equations of a jaxpr on parts. The arguments are those of `evaluate_parts`."""
 
     def __init__(self, jaxpr: Any, consts: Sequence, values: Sequence, given: Sequence[Split | None], label: str):
-        layers = any(split is not None and isinstance(split.division, Layer) for split in given)
+        layers = any(split is not None and split.division.layer is not None for split in given)
         self.dims = dims_of(
             jaxpr, dict(zip(jaxpr.invars, dims_in(given), strict=True)), layers=layers, flattens=not layers
         )
@@ -174,7 +164,7 @@ class _Evaluation:
         # A broadcast or an elementwise result is computed again in the shape of the part, because the full result would
         # be as large as the parameter.
         eqn = self._made.get(atom)
-        if eqn is not None and jaxprs.facts(eqn).elementwise and not isinstance(division, Layer):
+        if eqn is not None and jaxprs.facts(eqn).elementwise and division.layer is None:
             return compat.evaluate_one(_local(eqn), [self.operand(a, dim, division) for a in eqn.invars])[0]
         if eqn is None or eqn.primitive.name != "broadcast_in_dim":
             return division.part(self.env[atom], dim)
@@ -229,16 +219,16 @@ def _operand_dims(eqn: Any, own: Sequence[Dim], after: Dim) -> list[Dim]:
 
     `own` has the dims in which the operands are divided now, and `after` is the divided dim of the first result.
     """
-    if eqn.primitive.name in _ALIGNED:
+    name, rank = eqn.primitive.name, eqn.outvars[0].aval.ndim
+    is_batch_of_solves = name == "triangular_solve" and isinstance(after, int) and after < rank - 2
+    if name in _ALIGNED or is_batch_of_solves:
         return [after if dim is None else dim for dim in own]
-    if eqn.primitive.name == "dot_general" and not eqn.outvars[0].aval.shape:
+    if name == "dot_general" and rank == 0:
         return [next(dim for dim in own if dim is not None)] * 2
-    if eqn.primitive.name == "dot_general":
+    if name == "dot_general":
         _, batch = eqn.params["dimension_numbers"]
         is_batch = isinstance(after, int) and after < len(batch[0])
         return [int(batch[k][after]) if is_batch else own[k] for k in range(2)]
-    if eqn.primitive.name == "triangular_solve" and isinstance(after, int) and after < eqn.outvars[0].aval.ndim - 2:
-        return [after if dim is None else dim for dim in own]
     return list(own)
 
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from zerojax import compat, jaxprs, signatures
-from zerojax.gather.on_parts import Layer, evaluate_parts, splits_of
+from zerojax.gather.on_parts import Division, evaluate_parts, splits_of
 from zerojax.gather.parts import dims_of
 from zerojax.gather.sharded_param import OF_SHARDS, OF_STACKS
 from zerojax.layout.leaf import Leaf
@@ -135,7 +135,7 @@ class Layers:
 
         def iteration(values):
             index, *slices = values[first:]
-            rows, layer = dict(zip(scanned, slices, strict=True)), Layer(self.length, 1, self.length, (), index)
+            rows, layer = dict(zip(scanned, slices, strict=True)), Division(self.length, 1, self.length, (), index)
             # Not `lax.expand_dims`: after a broadcast, the backward pass could not compute a changed layer again.
             given = [*(lax.reshape(rows[v], (1, *rows[v].shape)) for v in stacks), *(known[v] for v in others)]
             dims = [*[0] * len(stacks), *[None] * len(others)]
