@@ -18,7 +18,7 @@ from zerojax.checkpoint.safetensors import DTYPES, Header, read_headers
 from zerojax.checkpoint.state_leaves import keys_of
 from zerojax.layout.leaf import Leaf, is_chunked, is_padded, is_stored_node
 from zerojax.layout.padded import Padded
-from zerojax.offload.chunked import Chunked, assembled, filled, parts_of
+from zerojax.offload.chunked import assembled, filled, parts_of
 from zerojax.staged.model_files import files_of
 from zerojax.train.state import ZeroState
 
@@ -60,7 +60,7 @@ def import_params(path: str | Path, like: ZeroState | PyTree, *, mapping: Names 
     tree = master_shapes(like) if isinstance(like, ZeroState) else like
     found, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_stored_node)
     nodes = [x for _, x in found]
-    leaves = [padded_form(x) if is_chunked(x) else x for x in nodes]
+    leaves = [x.leaf if is_chunked(x) else x for x in nodes]  # with logical shapes
     resolved = resolve(mapping, [(keys_of(path), tuple(x.shape)) for (path, _), x in zip(found, leaves, strict=True)])
     unread = sorted(headers.keys() - resolved.tensors.keys())
     unread = [name for name in unread if not any(one.fullmatch(name) for one in resolved.left_out)]
@@ -82,12 +82,6 @@ def import_params(path: str | Path, like: ZeroState | PyTree, *, mapping: Names 
     return jax.tree.unflatten(structure, arrays)
 
 
-def padded_form(node: Chunked) -> Padded:
-    assert node.leaf.dim is not None
-    shape: Any = jax.ShapeDtypeStruct(node.shape, node.dtype, sharding=node.sharding)
-    return Padded(shape, node.leaf.shape, node.leaf.dim)
-
-
 def problems_of_tensors(headers: dict[str, Header], resolved: Resolved, leaves: list[Any]) -> Iterator[str]:
     for name, sections in resolved.tensors.items():
         if name not in headers:
@@ -107,25 +101,23 @@ def read_leaf(like: Any, read: Callable[[tuple[slice, ...]], np.ndarray]) -> Any
     stored = like.storage if is_padded(like) else like
     shape, sharding = tuple(stored.shape), getattr(stored, "sharding", None)
     if sharding is None:
-        array = jnp.asarray(read((slice(None),) * len(shape)))
+        array = jnp.asarray(read(tuple(slice(0, size) for size in shape)))
     else:
         shards = (read(tuple(slice(*span) for span in box)) for box in parts_of(shape, sharding))
         array = assembled(shape, sharding, like.dtype, shards)
     return Padded(array, like.shape, like.dim) if is_padded(like) else array
 
 
-def read_shard(tensors: Tensors, like: Any, index: tuple[slice, ...]) -> np.ndarray:
-    """Read the part of a leaf's storage at `index`, and pad it with zeros. `like` has the leaf's shapes and type."""
-    storage = like.storage.shape if is_padded(like) else like.shape
-    spans = [range(*one.indices(n)) for one, n in zip(index, storage, strict=True)]
-    inside = [slice(min(span.start, n), min(span.stop, n)) for span, n in zip(spans, like.shape, strict=True)]
-    shard = np.zeros([len(span) for span in spans], like.dtype)
+def read_shard(tensors: Tensors, like: Any, box: tuple[slice, ...]) -> np.ndarray:
+    """Read a part of a leaf's storage, and pad it with zeros. `like` has the leaf's logical shape, and its type."""
+    inside = [slice(min(one.start, n), min(one.stop, n)) for one, n in zip(box, like.shape, strict=True)]
+    shard = np.zeros([one.stop - one.start for one in box], like.dtype)
     if not tensors:  # a stacked leaf whose leading dim has size 0
         return shard
     stacked = len(next(iter(tensors)))
     for at in itertools.product(*(range(one.start, one.stop) for one in inside[:stacked])):
         x = view(*tensors[at], tuple(inside[stacked:]))
-        position = (i - span.start for i, span in zip(at, spans, strict=False))
+        position = (i - one.start for i, one in zip(at, box, strict=False))
         copy_by_blocks(shard[(*position, *(slice(n) for n in x.shape), ...)], x)
     return shard
 
