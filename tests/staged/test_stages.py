@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from disk_models import LOSSES, batch_of, model_params, on_disk
+from jax.experimental import pallas as pl
 
 from zerojax.inspect.hlo import read
 from zerojax.inspect.roofline import kernels, product_flops
@@ -73,3 +74,26 @@ def test_a_stage_all_reduces_no_cotangent_of_a_weight(tmp_path, launched, loss):
     texts = [compiled.as_text() for kind, compiled in launched if kind == "backward"]
     assert any("reduce-scatter(" in text for text in texts)
     assert not any("all-reduce(" in text for text in texts)
+
+
+def of_a_kernel(params, batch):
+    """A Pallas kernel computes each row by itself."""
+    x, row = params["embed"][batch["tokens"]], pl.BlockSpec((1, 16), lambda i: (i, 0))
+    body = lambda ref, out: out.__setitem__(..., jnp.sin(ref[...]))
+    call = pl.pallas_call(body, x, grid=len(x), in_specs=[row], out_specs=row, interpret=True)
+    sine = jax.custom_vjp(call)
+    sine.defvjp(lambda x: (call(x), x), lambda x, g: (g * jnp.cos(x),))
+    return jnp.mean((sine(x) @ params["w"]) ** 2)
+
+
+def test_a_kernel_runs_on_the_rows_of_each_device(tmp_path, launched):
+    tx = on_disk(tmp_path, devices=2)
+    tx.train_step(of_a_kernel)(tx.create(params()), batch_of())
+    assert not any("f32[48,16]" in compiled.as_text() for kind, compiled in launched)
+
+
+def test_a_kernel_that_runs_all_rows_is_named(tmp_path):
+    loss = lambda params, x: jnp.mean((x + jax.pure_callback(lambda x: x, x, x)) @ params["w"])
+    tx = on_disk(tmp_path, devices=2)
+    with pytest.warns(UserWarning, match=r"`pure_callback` at test_stages.py:\d+ runs all rows"):
+        tx.train_step(loss)(tx.create(params()), jnp.zeros((64, 256, 16)))

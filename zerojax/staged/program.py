@@ -273,7 +273,8 @@ class StagedProgram:
         rows = self.program.rows
         others, outs = ([rows.get(v, NOWHERE) for v in variables] for variables in (segment.others, segment.results))
         by_row = [source.n is not None for source in sources]
-        stage = self._stage(segment, wanted, KnownRows(others, outs, self._options.comm.follower), by_row)
+        comm = self._options.comm
+        stage = self._stage(segment, wanted, KnownRows(others, outs, comm.follower, comm), by_row)
         return Item(segment, stage, sources)
 
     def _stage(self, segment: BlockSegment, wanted: Wanted, rows: KnownRows, by_row: list[bool]) -> Stage:

@@ -160,6 +160,7 @@ class PlannedStep:
             if self._view.accumulate > 1:
                 check_reduction(self._view, LossInputs((), *inputs))
             self._traced[key] = trace_stages(self._view, self._on_disk, stored, arrays, self._view.layout.trained)
+            self._view.loss.undivided[:] = self._view.comm.undivided_kernels()
         return self._traced[key]
 
     def _differentiated(
