@@ -89,6 +89,18 @@ def test_sums_are_added_up(way, tmp_path):
         np.testing.assert_allclose(mean, wanted / parts, rtol=1e-5)
 
 
+@pytest.mark.parametrize("view", ["global", "device"])
+def test_a_weighted_loss_and_its_gradient_are_those_of_the_total_over_the_weight(view):
+    rows = ROWS | {"weight": np.arange(32.0, dtype="float32")}
+    total = lambda p, r: ((errors(p, r).mean(1) * r["weight"]).sum(), r["weight"].sum())
+    loss = lambda p: (found := total(p, rows))[0] / found[1]
+    tx = zero(view=view)
+    value, grads = tx.value_and_grad(total, weighted=True, accumulate=2)(tx.shard(PARAMS), rows)
+    np.testing.assert_allclose(value, loss(PARAMS), rtol=1e-5)
+    for found, wanted in zip(*map(jax.tree.leaves, (tx.unshard(grads), jax.grad(loss)(PARAMS))), strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-6)  # sums of 32 rows in another order
+
+
 def test_modules_and_weights():
     model, loss = nnx.Linear(12, 16, rngs=nnx.Rngs(0)), lambda model, rows: jnp.sum(model(rows["x"]) ** 2)
     wanted = loss(model, ROWS)
