@@ -181,14 +181,10 @@ def tensors_of(sources: list[TensorSource], mapping: Names | None, dtype: Any) -
         )
     if resolved.problems:
         raise ValueError(f"The mapping does not fit these parameters:{listed(resolved.problems)}")
-    return [
-        tensor_of(name, resolved.shape(name), sections, sources, dtype) for name, sections in resolved.tensors.items()
-    ]
+    return [tensor_of(name, sections, sources, dtype) for name, sections in resolved.tensors.items()]
 
 
-def tensor_of(
-    name: str, shape: tuple[int, ...], sections: list[Section], sources: list[TensorSource], wanted: Any
-) -> Tensor:
+def tensor_of(name: str, sections: list[Section], sources: list[TensorSource], wanted: Any) -> Tensor:
     """Return the tensor `name` to write. A floating tensor is cast to `wanted`, unless `wanted` is None."""
     common, *others = [sources[one.leaf].dtype for one in sections]
     common = jnp.result_type(common, *others) if others else common
@@ -197,12 +193,12 @@ def tensor_of(
     if str(target) not in NAMES:
         remedy = "Give a dtype= that it has, such as bfloat16." if is_floating else OF_OTHER_TYPES
         raise TypeError(f"params {name!r} is {target}, which safetensors cannot store. {remedy}")
-    common, target = jnp.dtype(common), jnp.dtype(target)
+    common, target, shape = jnp.dtype(common), jnp.dtype(target), sections[0].tensor_shape
 
     def fetch() -> np.ndarray:
         tensor = np.empty(shape, common)
         for k, one in enumerate(sections):
-            view = one.pattern.leaf_view(tensor, one.shape, one.start)
+            view = one.view(tensor)
             values = sources[one.leaf].fetch(one.index).astype(common, copy=False)
             if k and one.pattern.divided is None and values.tobytes() != view.tobytes():
                 names = " and ".join(repr("/".join(sources[one.leaf].path)) for one in sections)

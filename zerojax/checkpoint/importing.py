@@ -87,7 +87,7 @@ def problems_of_tensors(headers: dict[str, Header], resolved: Resolved, leaves: 
         if name not in headers:
             yield f"{name} is missing"
             continue
-        found, shape = headers[name], resolved.shape(name)
+        found, shape = headers[name], sections[0].tensor_shape
         if found.shape != shape:
             yield f"{name} has the shape {list(found.shape)} in the file, and {list(shape)} is wanted"
         for dtype in {jnp.dtype(leaves[one.leaf].dtype) for one in sections}:
@@ -136,7 +136,7 @@ def copy_by_blocks(out: np.ndarray, x: np.ndarray) -> None:
 
 def view(header: Header, section: Section, index: tuple[slice, ...]) -> np.ndarray:
     """Return the slice `index` of a section, memory-mapped. The file is read only when the slice is copied."""
-    return section.pattern.leaf_view(header.map(), section.shape, section.start)[index]
+    return section.view(header.map())[index]
 
 
 def master_shapes(state: ZeroState) -> PyTree:

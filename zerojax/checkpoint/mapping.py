@@ -46,29 +46,6 @@ class Pattern:
     right: tuple[str, ...]  # the names of the leaf's dims
     divided: str | None = None  # the name of the dim along which the tensor is divided into several leaves
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(name for dim in self.left for name in dim)
-
-    def tensor_shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        return tuple(math.prod(sizes[name] for name in dim) for dim in self.left)
-
-    def leaf_view(self, x: np.ndarray, shape: tuple[int, ...], start: int) -> np.ndarray:
-        """Return a view of the tensor `x` with the leaf's `shape`, which import reads and export writes.
-
-        The leaf begins at `start` along the divided dim.
-        """
-        sizes = dict(zip(self.right, shape, strict=True))
-        if self.divided is not None:
-            others = math.prod(size for name, size in sizes.items() if name != self.divided)
-            sizes[self.divided] = x.size // max(others, 1)
-        x = x.reshape([sizes[name] for name in self.names])
-        x = x.transpose([self.names.index(name) for name in self.right])
-        if self.divided is None:
-            return x
-        dim = self.right.index(self.divided)
-        return x[(slice(None),) * dim + (slice(start, start + shape[dim]),)]
-
 
 @dataclasses.dataclass(frozen=True)
 class Section:
@@ -79,10 +56,29 @@ class Section:
     shape: tuple[int, ...]  # shape of the leaf without the stacked dims
     pattern: Pattern
     start: int = 0  # first index along the pattern's divided dim
+    whole: int = 0  # size of the divided dim in the tensor; 0 if the tensor is not divided
 
     @property
     def sizes(self) -> dict[str, int]:
         return dict(zip(self.pattern.right, self.shape, strict=True))
+
+    @property
+    def tensor_sizes(self) -> dict[str, int]:
+        divided = self.pattern.divided
+        return self.sizes if divided is None else self.sizes | {divided: self.whole}
+
+    @property
+    def tensor_shape(self) -> tuple[int, ...]:
+        sizes = self.tensor_sizes
+        return tuple(math.prod(sizes[name] for name in dim) for dim in self.pattern.left)
+
+    def view(self, tensor: np.ndarray) -> np.ndarray:
+        """Return the leaf as a view of the tensor, which import reads and export writes."""
+        sizes, names = self.tensor_sizes, [name for dim in self.pattern.left for name in dim]
+        x = tensor.reshape([sizes[name] for name in names])
+        x = x.transpose([names.index(name) for name in self.pattern.right])
+        starts = [self.start if name == self.pattern.divided else 0 for name in self.pattern.right]
+        return x[(*(slice(start, start + size) for start, size in zip(starts, self.shape, strict=True)), ...)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,13 +88,6 @@ class Resolved:
     tensors: dict[str, list[Section]]  # the sections of each tensor that is read or written, by the tensor's name
     left_out: list[re.Pattern]  # match the names of tensors that have an entry but are not read
     problems: list[str]  # one line per mismatch
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        first, *others = self.tensors[name]
-        sizes, divided = first.sizes, first.pattern.divided
-        if divided is not None:
-            sizes[divided] += sum(one.sizes[divided] for one in others)
-        return first.pattern.tensor_shape(sizes)
 
 
 def resolve(mapping: Names | None, leaves: Sequence[tuple[Sequence[str], tuple[int, ...]]]) -> Resolved:
@@ -197,13 +186,15 @@ def fitted_sections(name: str, sections: list[Section], count: int) -> list[Sect
         raise ValueError("if one pattern has a +, all patterns must have the same left side")
     divided = sections[0].pattern.divided
     if divided is None:
-        if len(shapes := {one.pattern.tensor_shape(one.sizes) for one in sections}) > 1:
+        if len(shapes := {one.tensor_shape for one in sections}) > 1:
             raise ValueError(f"its parameters are tied, and make tensors of the shapes {sorted(map(list, shapes))}")
         return sections
     if len({tuple(sorted((one.sizes | {divided: 0}).items())) for one in sections}) > 1:
         raise ValueError(f"its parameters follow one another along {divided!r}, and differ in other sizes")
     starts = np.cumsum([0, *(one.sizes[divided] for one in sections)]).tolist()
-    return [dataclasses.replace(one, start=start) for one, start in zip(sections, starts, strict=False)]
+    return [
+        dataclasses.replace(one, start=start, whole=starts[-1]) for one, start in zip(sections, starts, strict=False)
+    ]
 
 
 def parse_pattern(text: str) -> Pattern:
