@@ -1,4 +1,4 @@
-"""The arguments of a loss: find the batch among them, check, place and cast it, and pack the further arguments."""
+"""Prepare the arguments of a loss: find, check, place and cast the batch, and pack all further arguments."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def _name(path: tuple) -> str:
 def is_even(batch: PyTree, parts: int) -> bool:
     """Return whether all leaves are arrays with equally many rows, a multiple of `parts`.
 
-    If not, `check_batch` accepts or refuses the batch. A plain step does not import it.
+    If not, `check_batch` accepts or refuses the batch. Its module is imported only then.
     """
     leaves = jax.tree.leaves(batch)
     others = [x for x in leaves if not isinstance(x, jax.Array | jax.ShapeDtypeStruct)]

@@ -32,7 +32,7 @@ from zerojax.train.same_run import SameCalls, require_same_programs
 from zerojax.train.state import ZeroState
 from zerojax.train.step_program import StepProgram
 
-DEFAULT_S = 1800.0  # after which a run on several processes without a limit prints what it waits for
+DEFAULT_S = 1800.0  # without `timeout=`, a step on several processes that takes longer prints what it waits for
 
 
 class Metrics(TypedDict):
@@ -50,7 +50,7 @@ class Metrics(TypedDict):
 
 
 class Executor(Protocol):
-    """Runs the step of a `StepProgram`. The rows are placed, and the arguments are checked."""
+    """Runs the step of a `StepProgram`. Callers place the `rows` of the batch and check the arguments before."""
 
     def run(self, state: ZeroState, rows: Any, args: tuple) -> tuple[ZeroState, Metrics]:
         """Run a step, which donates the state, and return the next state and the metrics."""
@@ -61,7 +61,7 @@ class Executor(Protocol):
         ...
 
     def trace(self, state: ZeroState, rows: Any, args: tuple) -> Any:
-        """Trace the program of the step, or its first program, like `jax.jit(...).trace`. Shapes are enough."""
+        """Trace the step's program, or the first of its programs, like `jax.jit(...).trace`. Shapes are enough."""
         ...
 
     def lower_update(self, state: ZeroState) -> list[Any]:
@@ -78,11 +78,11 @@ def limit_of(timeout: float | None, mesh: Mesh) -> float | None:
 class Guard:
     """Compares each new call of a step over processes, and announces each call to the other processes.
 
-    Without it, the other processes would wait forever in their next collective if one process hangs, dies, or makes
-    another call.
+    Without a guard, if one process hangs, dies, or makes another call, the other processes would wait forever in their
+    next collective.
 
-    A step may take `timeout` seconds after the previous step ends. If the user gave the limit, a step that takes longer
-    ends the process, for a scheduler to restart. Otherwise the process only prints what it knows.
+    A step may take `timeout` seconds after the previous step ends. If the user gave `timeout=`, a longer step ends the
+    process, so that a scheduler can restart it. Otherwise the process only prints what it knows.
     """
 
     def __init__(self, program: StepProgram, executor: Executor):
@@ -94,10 +94,10 @@ class Guard:
     def around(
         self, number: int, state: ZeroState, batch: Any, place: Callable[[], Any], args: tuple
     ) -> Iterator[Call]:
-        """Compare a call and its program before the step runs, and yield the call that the other processes see.
+        """Compare a call and its program over processes before the step runs, and yield the record of the call.
 
-        `place` returns the batch on the devices. The caller sets the `result` of the call when the step is dispatched.
-        If the call compiles, its limit of time begins only then.
+        `place` returns the batch on the devices. The caller sets the `result` of the record when the step is
+        dispatched. If the call compiles, its time limit begins only after the dispatch.
         """
         program, config = self._program, self._program.config
         is_new = self._same.is_new(state.plan, batch, args, state.step)

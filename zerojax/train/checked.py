@@ -111,7 +111,7 @@ def check_code(jaxpr: Any, manual: frozenset[str]) -> None:
 
 
 def check_keys(jaxpr: Any) -> None:
-    """Raise a ValueError for a PRNG key that is not from an argument, because all calls would draw equal numbers."""
+    """Raise a ValueError for a PRNG key that comes from no argument, because all calls would draw the same numbers."""
     same = "a PRNG key: every device (in device view) and every microbatch would draw the same numbers. "
     for var in compat.constvars_of(jaxpr):
         if jax.dtypes.issubdtype(var.aval.dtype, jax.dtypes.prng_key) or is_untyped_key(var.aval):

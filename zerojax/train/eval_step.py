@@ -89,9 +89,9 @@ def eval_step(config: Config, fn: Callable) -> Callable:
 
 
 def others_of(config: Config, params: PyTree) -> tuple:
-    """Return `Leaf.others` of each parameter, which arrays under `jax.jit` do not show; () if all are empty.
+    """Return `Leaf.others` of each parameter, because arrays under `jax.jit` do not show them; () if all are empty.
 
-    `config` must be the configuration of the caller, which has the plans.
+    `config` must be the caller's own object and not a copy, because only the original remembers the sharding plans.
     """
     if not (config.data.compiler_axes or config.data.experts):
         return ()

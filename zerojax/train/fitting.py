@@ -1,7 +1,7 @@
 """Choose the share of activations that the blocks of a loss save, so that the compiled step fits into memory.
 
-All blocks save the same share of their bytes (`zerojax.budget.blocks`). So the peak of the compiled program is
-predicted as `base + held(share)`. `held` is known before compilation, and each compiled program improves `base`.
+All blocks save the same share of their bytes (`zerojax.budget.blocks`). The predicted peak is `base + held(share)`.
+`held`, the bytes that blocks save, is known before compilation. Each compiled program corrects `base`, all other bytes.
 """
 
 from __future__ import annotations

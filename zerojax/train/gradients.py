@@ -64,7 +64,7 @@ def check_trained(layout: Layout) -> None:
 
 
 def gradients_of_one(view: View, given: LossInputs, scale: Array) -> StepGradients:
-    """Compute `loss_and_grads` if there is one microbatch, in the shapes of `combined`."""
+    """Compute loss and gradients of a step with one microbatch. Arrays have the same shapes as in `combined`."""
     returned, grads, factor, values = microbatch_gradients(view, given, scale)
     stacked = jax.tree.map(lambda x: jnp.asarray(x)[None], returned._replace(mutable=None))
     return combined(view, scale, stacked, view.reduce(grads), factor, returned.mutable, values)
@@ -75,8 +75,8 @@ def combined(
 ) -> StepGradients:
     """Combine the results of all microbatches and devices.
 
-    Arrays are in storage shape in global view, and in local shape in device view. `returned` has what the loss returned
-    in each microbatch, stacked along dim 0. `factor` and `values` are as in `microbatch_gradients`.
+    Arrays have storage shape in global view, and local shape in device view. `returned` has the values that the loss
+    returned in each microbatch, stacked along dim 0. `factor` and `values` are as in `microbatch_gradients`.
     """
     comm, aux, rows = view.comm, returned.aux, None
     mean, weight, factor, weights_valid = mean_loss(view, returned.total, returned.weight, factor, scale)
@@ -161,7 +161,7 @@ def gathered_passes(view: View, given: LossInputs) -> tuple[Returned, Callable]:
     whole = {*overwritten, *(i for i in comm.experts(leaves) if leaves[i].kind != "sharded")}
 
     def in_form(i: int, grad: Array | None) -> Array:
-        """Return parameter i's gradient in the form that is promised above, with zeros if the loss does not use it."""
+        """Return parameter i's gradient as `gathered_passes` promises it, or zeros if the loss does not use i."""
         x, leaf = stored[i], leaves[i]
         if i in whole:
             summed = jnp.zeros(x.shape, x.dtype) if grad is None else grad
@@ -180,7 +180,7 @@ def gathered_passes(view: View, given: LossInputs) -> tuple[Returned, Callable]:
 
 
 def full_passes(view: View, given: LossInputs) -> tuple[Returned, Callable]:
-    """Run the loss on full parameters. Return what `gathered_passes` does. All gradients may be partial sums."""
+    """Do the same as `gathered_passes`, but on full parameters. All gradients may be partial sums, one per worker."""
     layout, comm, further = view.layout, view.comm, (given.mutable, given.batch, *given.args)
     trained, overwritten, count = layout.trained, layout.overwritten, len(given.stored)
     arrays, put_back = split_arrays(further)
@@ -216,8 +216,8 @@ def mean_loss(view: View, totals: Array, weights: Array, factor: Array | None, s
     """Combine the losses of all devices and microbatches. `totals` and `weights` have one entry per microbatch.
 
     `factor` is that of `microbatch_gradients`; None if there are several microbatches. Return the mean loss, the sum of
-    all weights, the factor by which the sums of gradients are multiplied, and whether the weights are valid. If they
-    are not, the others are NaN.
+    all weights, the factor by which the sums of gradients must be multiplied, and whether the weights are valid. If the
+    weights are invalid, the three numbers are NaN.
     """
     comm = view.comm
     if not view.loss.weighted:
@@ -239,7 +239,7 @@ def sums_of_squares(grads: Sequence[Array], leaves: Sequence[Leaf], comm: Collec
     if comm.losses == 1:
         return local
     replicated = jnp.asarray([leaf.kind == "replicated" for leaf in leaves], bool)
-    # In device view, the sum is over all workers. In hybrid sharding, several workers hold copies of the same shard.
+    # The sum below is over all workers. In hybrid sharding, several workers hold the same shard: divide by the copies.
     copies = jnp.asarray([max(1.0, comm.losses / leaf.shards) for leaf in leaves])
     return jnp.where(replicated, local, comm.over_workers(lax.psum, jnp.where(replicated, 0, local / copies)))
 

@@ -106,7 +106,7 @@ def note_line(error: FloatingPointError, view: View, given: LossInputs) -> None:
     If a result has a NaN, JAX evaluates the function again, one operation at a time. But it does not test the
     operations inside of a `shard_map`, and the error only says that the NaN comes from a sharded computation.
     """
-    # Without a note if the loss cannot be evaluated here. For example, a kernel may have no rule for `vmap`.
+    # If the loss cannot be evaluated here, add no note. For example, a kernel may have no rule for `vmap`.
     with contextlib.suppress(Exception), jax.debug_nans(False), jax.debug_infs(False):
         for origin in _origins(view, given):
             error.add_note(f"On the rows of one device, {origin}.")

@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 def combine(view: View, aux: PyTree, weights: Array, total: Array | int) -> tuple[PyTree, PyTree]:
     """Combine the aux of all microbatches and devices, as the markers of `metrics` say.
 
-    `aux` has the microbatches of this device, stacked along dim 0, `weights` one weight for each, and `total` is the
-    sum of all weights, over microbatches and devices. Return `(aux, rows)`, two trees with the same structure. `aux`
-    has the leaves that are equal on every device, and None instead of rows. `rows` has the leaves marked as `PerRow`,
-    and None instead of all other leaves.
+    `aux` has this device's microbatches, stacked along dim 0. `weights` has the weight of each microbatch, and `total`
+    is the sum of all weights over microbatches and devices. Return `(aux, rows)`, two trees of the same structure:
+    `rows` has the leaves marked as `PerRow`, and `aux` all others, which are then equal on every device. Each tree has
+    None for the leaves of the other tree.
 
     Raises:
         TypeError: If an unmarked leaf is not a float scalar, unless the loss is called only once.
@@ -119,7 +119,7 @@ def norms_of_update(plan: ShardingPlan, old: Sequence[Array], updated: Mapping[i
 def norm(x: Shaped[Array, "*storage"], leaf: Leaf) -> Array:
     """Return the norm of a stored array without its padding.
 
-    A mask hides the padding, because a slice may move elements between devices.
+    The padding is masked and not sliced off, because a slice may move elements between devices.
     """
     shape = leaf.shape if x.ndim == len(leaf.shape) else (leaf.size,)  # a flat array has another rank
     squares = jnp.square(at_least_float32(jnp.abs(x)))

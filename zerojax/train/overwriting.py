@@ -5,8 +5,8 @@ computation of a new value is analysed to find how the value depends on the cota
 
 - A value that is linear in the cotangent, such as a derivative, is divided by the cotangent.
 - A statistic of activations or weights does not depend on the cotangent, and is not changed.
-- A statistic of the backward pass, such as the largest cotangent of a layer, is nonlinear in the cotangent. It is not
-  changed either, because the next step applies it to cotangents with the same scale.
+- A statistic of the backward pass, such as the largest cotangent of a layer, is nonlinear in the cotangent. The next
+  step's cotangents have the same scale, so such a statistic must keep the scale, and is not changed either.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ def init_params(config: Config, init_fn: Callable, args: tuple) -> Any:
 
 
 def remember_experts(config: Config, layout: Layout) -> None:
-    """Record the plan of a layout with experts, because their stored arrays do not say that they are experts."""
+    """Record the sharding plan of a layout with experts, because a stored array does not tell that it has experts."""
     check_experts_named(layout)
     if config.expert_axis:
         plan_of_layout(config, layout)
@@ -76,8 +76,8 @@ def init_programs(
 ) -> list[Any]:
     """Return jitted functions of `args`. Each function initialises some parameters, and returns them in storage shape.
 
-    A single program would hold the intermediate values of all leaves at once, which are several times the size of the
-    leaves (seen on CPU, where jax 0.10 drops the barriers that would order the leaves).
+    A single program would hold the intermediate values of all leaves at once, several times as many bytes as the leaves
+    have. (On CPU, jax 0.10 drops barriers, so they cannot order the leaves.)
     """
     jaxpr, consts = compat.opened(jax.make_jaxpr(init_fn)(*args))
 
@@ -111,7 +111,7 @@ def program_shares(leaves: tuple[Leaf, ...], most: int = MOST_PROGRAMS) -> Itera
 
 
 def one_by_one(programs: Sequence[Callable], args: tuple) -> Iterator[Any]:
-    """Call each program, and yield the elements of the list that it returns. Keep no reference to a yielded element."""
+    """Call each program, and yield the elements of the list that it returns, without keeping a yielded element."""
     for program in programs:
         results = list(reversed(program(*args)))
         while results:
@@ -121,8 +121,8 @@ def one_by_one(programs: Sequence[Callable], args: tuple) -> Iterator[Any]:
 def in_master_types(layout: Layout, wide: Collection[int]) -> Layout:
     """Return a layout in which the parameters with the indices `wide` are stored in the types of master weights.
 
-    A `ZeroState` stores narrow copies at some stages. Outside of it, parameters are wide, because `init` and `create`
-    copy the master weights from them.
+    A `ZeroState` may store narrow copies of parameters. Outside of a `ZeroState`, parameters are wide, because `init`
+    and `create` copy the master weights from them.
     """
     pairs = enumerate(zip(layout.params, layout.grads, strict=True))
     typed = (dataclasses.replace(x, dtype=grad.dtype) if i in wide else x for i, (x, grad) in pairs)
@@ -187,7 +187,6 @@ def logical_node(x: Any) -> Any:
 
 
 def logical_of_stored(x: Any, leaf: Leaf) -> Any:
-    """Return the logical array of a stored leaf, given its layout."""
     if isinstance(x, Chunked) and any(isinstance(chunk, jax.ShapeDtypeStruct) for chunk in x.chunks):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
     array = joined(x) if isinstance(x, Chunked) else x

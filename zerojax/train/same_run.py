@@ -47,9 +47,9 @@ def require_same(
 ) -> None:
     """Check that all processes are about to do the same thing, so that no process waits for another in vain.
 
-    `record` has values that must be the same on all processes, by name. If `partial` is true, a name may be missing on
-    some. If a value differs, every process raises a `ValueError`. `topic` and other errors are as in `exchange`.
-    `timeout` and `error` are as in `Processes`.
+    `record` has values by name that must be the same on all processes. If a value differs, every process raises a
+    `ValueError`. If `partial` is true, some processes may lack a name. `topic` and all other errors are as in
+    `Processes.exchange`, and `timeout` and `error` as in `Processes`.
     """
     if jax.process_count() == 1:
         return
@@ -71,7 +71,7 @@ def require_same(
 def first_difference(records: list[dict], *, partial: bool = False) -> tuple[int, int, list[str]] | None:
     """Return `(process, other process, names that differ)` for the first record that differs, or None.
 
-    A value is compared with that of the first process that has the name. Without `partial`, all must have the name.
+    A value is compared with that of the first process that has the name. Unless `partial`, a missing name differs, too.
     """
     if not partial:
         missing = dict.fromkeys(itertools.chain(*records))
@@ -127,7 +127,7 @@ def comparable(value: Any) -> Any:
 
 
 def require_same_values(config: Config, topic: str, **trees: Any) -> None:
-    """Compare arrays and shards of which several processes hold a copy. `topic` is as in `exchange`."""
+    """Compare the arrays and shards that several processes hold copies of. `topic` is as in `Processes.exchange`."""
     if is_of_all(config.mesh) and not compat.is_tracing():
         require_same(topic, checksums(trees), partial=True)
 
@@ -196,13 +196,13 @@ class SameCalls:
             return program(*args, **keywords)
         with EVENTS.calling(self._what, self._config.mesh) as call:
             returned = program(*args, **keywords)
-            # When its first array is ready, the program has ended.
+            # The first array of a program's results is ready only when the program has ended.
             call.result = next((x for x in jax.tree.leaves(returned) if isinstance(x, jax.Array)), jnp.zeros(()))
         return returned
 
 
 def signature_of(tree: Any) -> Hashable:
-    """Return a key of what `jax.jit` compiles a program for: the structure, and the shapes and types of the leaves."""
+    """Return a key, equal for trees that `jax.jit` compiles one program for: structure, shapes and types of leaves."""
     leaves, structure = jax.tree.flatten(tree)
     return structure, *((np.shape(x), getattr(x, "dtype", type(x)), getattr(x, "weak_type", False)) for x in leaves)
 
@@ -225,7 +225,7 @@ def checksums(tree: Any) -> dict[str, str]:
 
 
 def parts(x: Any) -> list[tuple[str, Any]]:
-    """Return `(place, shard)` for each shard of `x` that this process holds. The place of a whole array is empty."""
+    """Return `(index, shard)` for each shard of `x` that this process holds. The index of a whole array is empty."""
     if not isinstance(x, jax.Array):
         return [("", jnp.asarray(x))]
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):

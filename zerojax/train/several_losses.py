@@ -1,10 +1,10 @@
 """Differentiate a loss that is called several times in a step: once per device, once per microbatch, or both.
 
-The results are those of one call with all rows, so the losses of microbatches are averaged. A loss that is a sum over
-the rows of the batch is refused: it is traced for one microbatch and for all of them. From its result, each trace is
-followed back through linear equations to the sums over rows, and the constant factors on the way are multiplied. Where
-the factor of all rows is the factor of a microbatch divided by the number of microbatches, the loss is a mean. Where
-both factors are equal, it is a sum. Everything else, such as a sum divided by a count of tokens, is not decided here.
+The results are those of one call with all rows, so the losses of microbatches are averaged. Averaging is wrong if the
+loss is a sum over the rows, so such a loss is refused. To detect it, the loss is traced twice: for one microbatch, and
+for all rows. Each trace is followed from the result back through linear equations to sums over rows, and the constant
+factors on the way are multiplied. If the factors of both traces are equal, the loss is a sum. (In a mean, the factor of
+all rows is smaller.) Everything else, such as a sum divided by a count of tokens, is accepted.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def gradients_of_several(view: View, given: LossInputs, scale: Array) -> StepGradients:
-    """Compute `loss_and_grads`. PRNG keys are folded with the indices of device and microbatch."""
+    """Compute loss and gradients, as `loss_and_grads` returns them. Fold PRNG keys per device and per microbatch."""
     check_args(given.args)
     if view.config.view == "global":
         return accumulated_gradients(view, given, scale)
@@ -40,7 +40,7 @@ def gradients_of_several(view: View, given: LossInputs, scale: Array) -> StepGra
 
 
 def mapped_gradients(view: View, given: LossInputs, scale: Array) -> StepGradients:
-    """Compute `loss_and_grads` in device view: in a `shard_map`, on each device's rows and shards."""
+    """Compute loss and gradients in device view: in a `shard_map`, on each device's rows and shards."""
     config = view.config
 
     def local(given, scale):
@@ -113,9 +113,9 @@ def accumulated_gradients(view: View, given: LossInputs, scale: Array) -> StepGr
 
 
 def check_reduction(view: View, given: LossInputs) -> None:
-    """Raise a ValueError if the loss sums over rows, and its microbatches would be averaged.
+    """Raise a ValueError if the loss is a sum over rows, but its microbatches would be averaged.
 
-    `given` has the rows of all microbatches of one call: of all devices, or in device view of one.
+    `given` has the rows of all microbatches: those of all devices in global view, and of one device in device view.
     """
     if view.loss.weighted or view.loss.reduction is not None:
         return
@@ -158,7 +158,7 @@ def _factors_of_sums(jaxpr: Any, given: Sequence[RowDims], rows: int) -> Iterato
     pairs = zip(jaxpr.invars, given, strict=True)
     of_rows = jaxprs.dependent_on([var for var, state in pairs if state is not NOWHERE], jaxpr.eqns)
     has_rows = lambda var: (state := found[var]) is not None and bool(state.places)
-    # Values without rows that are computed from several rows, such as the mean of a batch, and what depends on them.
+    # Values that are computed from several rows but hold no rows, such as the mean of a batch, and their dependents.
     is_joint = lambda var, reads: var in of_rows and (reads or not has_rows(var))
     joint = jaxprs.dependent_on((), jaxpr.eqns, lambda eqn, reads: [v for v in eqn.outvars if is_joint(v, reads)])
 

@@ -98,7 +98,7 @@ class PlannedStep:
         self._finish = jax.jit(self._finished)
 
     def run(self, state: ZeroState, batch: Any, args: tuple) -> tuple[ZeroState, dict]:
-        """Run one step. After an error the files may be half written. Then they are given up."""
+        """Run one step. If an error leaves files half written, mark them as unusable."""
         check_state(self._plan, state.opt_state)
         files = files_of(state.params)
         if files is None:
@@ -166,9 +166,9 @@ class PlannedStep:
     def _differentiated(
         self, files: ModelFiles, stored: Mapping[int, Array], inputs: tuple, scale: Any
     ) -> tuple[LossAndGrads, tuple[dict, dict]]:
-        """Differentiate the loss in every microbatch. Also return `ChunkGradients.scalars`, of the gradients in files.
+        """Differentiate the loss in every microbatch. Also return `ChunkGradients.scalars` of the gradients in files.
 
-        `stored` has the parameters on the devices, by index, and `inputs` are `(mutable, batch, args)`.
+        `stored` has the parameters that are on the devices, by index, and `inputs` are `(mutable, batch, args)`.
         """
         view, mesh, traced, (mutable, batch, args) = self._view, self._config.mesh, self._staged(stored, inputs), inputs
         gradients = ChunkGradients(files, self._trained, traced.staged.expected, self._reductions, mesh)
@@ -193,7 +193,7 @@ class PlannedStep:
         return LossAndGrads(returned, sums, mutable, *end), gradients.scalars()
 
     def _inputs(self, mutable: PyTree, batch: PyTree, args: tuple, number: int) -> tuple:
-        """Return the loss's arguments after the parameters for one microbatch. Traced under jit."""
+        """Return the arguments of the loss that follow the parameters, for one microbatch. Traced under jit."""
         view = self._view
         batch = lax.with_sharding_constraint(batch, batch_shardings(view.config, view.config.mesh, batch))
         if view.accumulate > 1:
@@ -234,9 +234,9 @@ class PlannedStep:
     ) -> tuple[ZeroState, dict, StreamedInputs]:
         """Finish the step, except the update of files; see `StepProgram.ended`. Traced under jit.
 
-        `state` has no parameters, and only the leaves of the optimizer state on the devices. `squares` has the sum of
-        squares of each gradient in files, and `whole` those gradients in files that the update reads as whole arrays in
-        logical shape, by index among the trained parameters. `cuts` are in the order of `Reductions.cuts`.
+        `state` has no parameters, and only the optimizer state that is on the devices. `squares` and `whole` are by
+        index among the trained parameters: the sum of squares of each gradient in files, and the gradients in files
+        that the update reads as whole arrays in logical shape. `cuts` are in the order of `Reductions.cuts`.
         """
         mesh, plan, program, comm = self._config.mesh, self._plan, self._program, self._view.comm
         trained = range(len(plan.grads))
@@ -288,7 +288,7 @@ class LossAndGrads(NamedTuple):
     returned: list[Returned]  # the values that the loss returned in each microbatch, without the mutable state
     resident: list  # per trained parameter, the sum of its reduced gradients; None for a parameter on disk
     mutable: PyTree  # the mutable state that the last microbatch returned
-    loss: Array  # the mean loss; for this and what follows see `mean_loss`
+    loss: Array  # the mean loss; this and the following fields are the results of `mean_loss`
     weight: Array
     factor: Array
     weights_valid: Array
@@ -299,8 +299,8 @@ def trace_stages(
 ) -> Traced:
     """Trace the loss, or another function, of `view`, and divide it into stages.
 
-    Parameters are given by index: those on disk, those `stored` on the devices, and those whose gradients are needed.
-    `arrays` are the arguments after the parameters.
+    All parameters are given by index: those on `disk`, those `stored` on the devices, and the `trained` ones, which
+    need gradients. `arrays` are the arguments that follow the parameters.
     """
     layout, call = view.layout, view.checked_call
     shape = lambda i, leaf: jax.ShapeDtypeStruct(leaf.shape, disk[i].leaf.dtype)

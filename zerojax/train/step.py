@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def executor_of(program: StepProgram) -> Executor:
-    """Return what runs the step. `Offload` and `memory=` choose it."""
+    """Return the executor that runs the step. `Offload` and `memory=` decide which one."""
     offload, executor = program.config.offload, JittedStep(program)
     if offload is not None and offload.params == "disk":
         from zerojax.train.staged_step import StagedStep
@@ -46,7 +46,7 @@ def executor_of(program: StepProgram) -> Executor:
 
 
 def guard_of(program: StepProgram, executor: Executor) -> Guard | None:
-    """Return what watches the calls of a step, if there are several processes or a `timeout=`."""
+    """Return the guard that watches the calls of a step, or None with one process and no `timeout=`."""
     if program.options.timeout is None and jax.process_count() == 1:
         return None
     from zerojax.train.attachments import Guard
@@ -101,18 +101,18 @@ class Step:
         self._calls = itertools.count()
 
     def __reduce__(self):
-        """Pickle only the arguments of `Step`. The process that unpickles the `Step` compiles its own programs."""
+        """Pickle only the arguments of `Step`, not compiled programs. A process that unpickles it compiles its own."""
         return Step, (self.config, self.program.loss, self.options)
 
     @functools.cached_property
     def _guard(self) -> Guard | None:
-        # Do not do this in `__init__`, because a process may unpickle this step before JAX knows the devices.
+        # Not made in `__init__`, because a process may unpickle this step before JAX knows the devices.
         return guard_of(self.program, self._executor)
 
     def under(self, config: Config) -> Step:
         """Return a step with the same loss for `config`, which may have another mesh or stage.
 
-        The options are the same except `memory=`, which belongs to the mesh and the stage of this step.
+        The options are the same, except that `memory=` is dropped, because it belongs to this step's mesh and stage.
         """
         return Step(config, dataclasses.replace(self.program.loss), dataclasses.replace(self.options, memory=None))
 

@@ -117,7 +117,7 @@ class StepProgram:
         return self.skips_nonfinite or self.loss.weighted
 
     def check_state(self, state: Any) -> None:
-        """Raise an error if `state` is no `ZeroState`, or only one of state and loss has mutable state."""
+        """Raise an error if `state` is not a `ZeroState`, or if only one of `state` and the loss has mutable state."""
         if not (isinstance(state, ZeroState) and (state.mutable is not None) == self.loss.mutable):
             from zerojax.train.moved_state import raise_unusable_state
 
@@ -137,8 +137,8 @@ class StepProgram:
         """Run the part of a step that does not need offloaded state, and return `(state, metrics, inputs)`.
 
         `state.opt_state` must be a list with one array per leaf, and None for each offloaded leaf. The returned state
-        has neither parameters nor optimizer state. They are in `inputs`, the inputs of the streamed update. If nothing
-        is offloaded, `inputs` contains all new parameters and the whole new optimizer state.
+        has no parameters and no optimizer state. Both are in `inputs`, from which the streamed update computes the
+        rest. If nothing is offloaded, `inputs` has all new parameters and the whole new optimizer state.
         """
         done = self._gradients(state, batch, args)
         grads = cast(done.gradients.grads, [leaf.dtype for leaf in state.plan.grads])
@@ -149,7 +149,7 @@ class StepProgram:
     def ended(
         self, state: ZeroState, done: Differentiated, resident: ResidentResults
     ) -> tuple[ZeroState, dict, StreamedInputs]:
-        """End a step after the update of its first group; see `resident_step`. Arrays that are in files are None."""
+        """End a step after the update of the resident state; see `resident_step`. Arrays that are in files are None."""
         config, plan = self.config, state.plan
         updated, leaves, mutable = resident.params, resident.state, done.gradients.mutable
         metrics = self.metrics(state, done, jax.tree.unflatten(plan.state_def, leaves))
@@ -199,7 +199,7 @@ class StepProgram:
 
     @jax.named_scope(names.GRAD_NORM)
     def metrics(self, state: ZeroState, done: Differentiated, opt_state: Any) -> dict:
-        """Return the step's metrics. `opt_state` is the updated optimizer state, even if the step is skipped later."""
+        """Return the step's metrics. `opt_state` is the updated optimizer state, even if the step will be skipped."""
         gradients = done.gradients
         metrics = {"loss": gradients.loss, "grad_norm": jnp.sqrt(gradients.squares.sum()), "skipped": done.skipped}
         if self.loss.has_aux:
@@ -280,18 +280,18 @@ class JittedStep:
 
     @functools.cached_property
     def whole(self) -> Any:
-        """Return the jitted `step`, made by the first call: a process may unpickle it before JAX knows the devices."""
+        """Return the jitted `step`. It is made late, because a process may unpickle a step before JAX has devices."""
         return self.jit(self.step)
 
     def jit(self, step: Callable) -> Any:
-        """Return a jitted function that donates its first argument, a state, with the options of the step's program."""
+        """Jit `step` so that it donates its first argument, a state, and is compiled with the step's options."""
         return jax.jit(step, donate_argnums=0, compiler_options=dict(self.program.compiler_options) or None)
 
     def run(self, state: ZeroState, rows: Any, args: tuple) -> tuple[ZeroState, Any]:
         return self.whole(state, rows, *args)
 
     def inside(self, state: ZeroState, rows: Any, args: tuple) -> tuple[ZeroState, Any]:
-        """Run the step as a part of another program. Compiler options belong to that program."""
+        """Run the step inside of another program. Only that program can have compiler options."""
         options = self.program.options
         if options.users_options:
             raise TypeError(

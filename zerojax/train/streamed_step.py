@@ -1,6 +1,6 @@
 """Run a training step whose optimizer state, or a part of it, is in host memory or on disk.
 
-The first program leaves out the offloaded state. Then one program per chunk updates it (`zerojax.streaming`).
+The first program does all but the update of offloaded state, which `zerojax.streaming` then does chunk by chunk.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from zerojax.train.step_program import JittedStep, StepProgram
 
 
 class StreamedStep(JittedStep):
-    """The executor of a step with offloaded state. A plan that offloads nothing is run as one program.
+    """The executor of a step with offloaded state. If the sharding plan offloads nothing, the step is one program.
 
-    `updates` returns the streamed update of a plan.
+    `updates` returns the streamed update for a sharding plan.
     """
 
     def __init__(self, program: StepProgram, updates: Callable[[ShardingPlan], StreamedUpdate] | None = None):

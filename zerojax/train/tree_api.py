@@ -1,8 +1,8 @@
 """Gradients and updates as trees with the structure of the caller's parameters, for optax, Flax and hand-written loops.
 
-A training step keeps the gradients of small and padded leaves sharded. Here, a gradient must have the structure and
-shape of its parameter, because optax and Flax map functions over both trees. So a gradient whose shards do not form an
-array of this shape is returned replicated.
+A gradient returned here has the structure and shape of its parameter, because optax and Flax map functions over both
+trees. If the shards of a gradient do not form an array of this shape, as of some small or padded leaves, the gradient
+is replicated. A training step keeps such gradients sharded.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ if TYPE_CHECKING:
 class NewValue:
     """An update that replaces its parameter. `parameter + NewValue(value)` is `value`, in logical shape.
 
-    `optax.apply_updates` adds an update to its parameter. In float32, `parameter + (value - parameter)` does not
-    always equal `value`, so an overwritten parameter cannot use a difference as its update.
+    `optax.apply_updates` adds an update to its parameter. The update of an overwritten parameter cannot be a
+    difference, because in float32 `parameter + (value - parameter)` does not always equal `value`.
     """
 
     value: Shaped[Array, "*logical"]
@@ -90,7 +90,7 @@ class NewValue:
 class TreeForm:
     """The form of a caller's trees. Gradients and updates have the structure and logical shapes of the parameters.
 
-    `forms` says, for each parameter, whether it is a `Padded`. `padded_forms` computes it.
+    `forms`, which `padded_forms` computes, says for each parameter whether it is a `Padded`.
     """
 
     config: Config
@@ -101,8 +101,8 @@ class TreeForm:
     def grads(self) -> tuple[Leaf, ...]:
         """Return the layout in which `value_and_grad` returns each gradient.
 
-        At stages 2 and 3, a gradient is sharded if its shards form an array, or a `Padded`, like its parameter.
-        Otherwise it is replicated.
+        A gradient is sharded if its parameter is or, at stages 2 and 3, if its shards form an array or a `Padded` like
+        the parameter. Otherwise it is replicated.
         """
 
         def one(param: Leaf, grad: Leaf, form: Form) -> Leaf:
@@ -119,7 +119,7 @@ class TreeForm:
         return sharding_tree(self.config, self.layout.treedef, self.grads)
 
     def differentiate(self, loss: Loss, accumulate: int, params: Any, mutable: Any, batch: Any, *args: Any) -> Any:
-        """Return the combined results of a loss, and its gradient as a tree, for arrays on a mesh with Auto axes."""
+        """Return the loss's combined results, and its gradient as a tree. All arrays are on a mesh with Auto axes."""
         layout = self.layout
         given = storage_leaves(params, layout.params)
         stored = cast(given, [leaf.dtype for leaf in layout.params])
@@ -176,8 +176,8 @@ def jitted_update(
     `arrays` and `static` are the further keyword arguments of `update`.
 
     Raises:
-        ValueError: If the structures of gradients, state and parameters do not match, or if `params` is None although
-            the state has master weights.
+        ValueError: If the structures of gradients, state and parameters do not match, or `params` is None and the
+            state has master weights.
     """
     config, layout, extra = form.config, form.layout, arrays | dict(static)
     check_grads(grads, layout)
