@@ -1,6 +1,6 @@
 """Shard the optax update over the devices.
 
-The core is four files:
+Every update uses four files:
 
 1. `wrapped` calls the wrapped transformation.
 2. `elementwise` finds the leaves whose update is elementwise. These leaves may be flat, or be updated in chunks.
@@ -13,7 +13,7 @@ The other files are loaded when an option or an update needs them:
 - `cores` finds the core of each leaf's update, which is the part that needs the full leaf. `owned` decides which cores
   owners compute: an owner is a device, or a few neighbouring devices. `equations` stacks equal cores, and
   `zerojax.comm.owners` sends them to their owners and back.
-- `partition`: offloaded state, the groups of the update, which `zerojax.streaming` runs, and what a plan says of both.
+- `partition` chooses the state to offload, and divides the update into groups, which `zerojax.streaming` runs.
 - `master_weights`: wide copies of narrow parameters.
 - `returned_state`, `logical_state`: the state outside of a step. `description`: the transformation in a checkpoint.
 - `mismatch`: why a state does not fit a step.

@@ -17,8 +17,8 @@ from zerojax.layout.leaf import Leaf
 from zerojax.optim.elementwise import has_products, is_by_element
 from zerojax.optim.traced import GRAD, PARAM, STATE, Core, TracedUpdate, equations_behind, union
 
-# Maximum number of elements of a value that is not sharded, such as a norm, and that a core reads or returns. Such a
-# value is sent to all devices.
+# A core may read and return values that are not sharded, such as a norm. Each may have at most this many elements,
+# because it is sent to all devices.
 SMALL = 8192
 
 
@@ -128,7 +128,7 @@ class CoreFinder:
         return self._described(i, leaf, sorted(core), read)
 
     def _described(self, i: int, leaf: Leaf, core: list[int], read: list) -> Core | str:
-        """Return a `Core` of the equations `core`, which read `read`, or the reason why owners cannot run them."""
+        """Return a `Core` of the equations `core`, which read the variables `read`, or why owners cannot run them."""
         position, this, all_eqns = self.traced.positions, frozenset((i,)), self.traced.jaxpr.eqns
         arrays, small, shared, outs, small_outs, taken = [], [], [], [], [], set(core)
         for v in read:

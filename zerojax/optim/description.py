@@ -21,7 +21,7 @@ from zerojax.layout.tree import Layout
 from zerojax.optim.wrapped import TransformationError, guarded, with_extra_args
 from zerojax.placement.storage import shapes
 
-PARAMS, LEAF = "params", "*"  # in the structure of a state
+PARAMS, LEAF = "params", "*"  # how `Description.structure` writes a tree like the parameters, and any other leaf
 
 
 @dataclasses.dataclass(frozen=True)

@@ -47,8 +47,8 @@ def elementwise_leaves(
 ) -> frozenset[int]:
     """Return the indices of the flat gradients that `tx` updates element by element. Empty if `tx` refuses flat leaves.
 
-    `state` has the shapes of the first state. `param_of` has, for each leaf of it, the index of the parameter that the
-    leaf mirrors, or None.
+    `state` has the shapes of the first state. `param_of` has, for each leaf of the state, the index of the parameter
+    that the leaf mirrors, or None.
     """
     small = frozenset(i for i, leaf in enumerate(trained.grads) if leaf.kind == "flat")
     vectors = frozenset(i for i in small if len(trained.grads[i].shape) < 2)
@@ -169,7 +169,7 @@ def stays_zero(eqn, values: list[Known]) -> bool:
 
 
 def is_by_element(eqn) -> bool:
-    """Return whether an equation computes element by element. A bitcast does between types of equal size."""
+    """Return whether an equation computes element by element. A bitcast does only if it keeps the shape: check this."""
     return jaxprs.facts(eqn).elementwise or eqn.primitive.name in ("optimization_barrier", "bitcast_convert_type")
 
 

@@ -41,14 +41,14 @@ if TYPE_CHECKING:
 def update_by_owners(
     update: FlatUpdate, grads: list, state: list, params: list | None, extra: dict
 ) -> tuple[list, list]:
-    """Call `update`, and let owners compute the cores that it has.
+    """Call `update`, and let owners compute its cores.
 
-    The update is traced again, because a custom loop may give it other arguments and types than the plan assumed.
+    The update is traced again, because a hand-written loop may pass other arguments and types than the plan assumed.
     """
     given = grads, state, params, extra
     try:
         traced = trace_update(update, given)
-    except TransformationError:  # tracing may need the mesh's context. The call raises any other error
+    except TransformationError:  # tracing may fail without the mesh's context; the call raises all other errors again
         return update(*given)
     found = owned_update(update, given, traced).owned
     if not found:
@@ -72,7 +72,8 @@ def update_first_group(
 ) -> tuple[dict[int, Array], list, list, tuple[int, ...]]:
     """Compute the group that needs no offloaded state. Return the fields of `ResidentResults`; see `resident_update`.
 
-    `equations` may be a part of the group's equations. It reads some of their scalars as further inputs, `cuts`.
+    With parameters on disk, `cuts` are scalars that were reduced from gradients in files, and `equations` is the rest
+    of the group's equations, which reads these scalars as inputs.
     """
     partition = plan.analysis(config).partition
     first, equations = partition.first, equations or partition.first.equations

@@ -4,9 +4,9 @@ The leaves of a state are plain arrays in storage shape, so a padded or flat arr
 The logical shapes are read from a plan: the plan of the parameters that the caller gives, or an earlier plan of this
 transformation.
 
-The current weights are those from which the next update starts: master weights, and parameters where a program changed
-them. An update finds them inside its program (`master_weights.current_weight`). This file finds them for everything
-else that reads master weights: checkpoints, exports, `reshard` and `ZeroTransformation.weights`.
+The next update starts from the current weights: from the master weights or, where a program changed a parameter since
+the last update, from the parameter. An update finds them inside its program (`master_weights.current_weight`). This
+file finds them for checkpoints, exports, `reshard` and `ZeroTransformation.weights`.
 """
 
 from __future__ import annotations
@@ -154,7 +154,6 @@ def as_params(config: Config, mirror: PyTree, params: PyTree) -> Any:
 
 
 def with_new(config: Config, plan: ShardingPlan, arrays: list, params: PyTree) -> Any:
-    """Call `unsharded_params` on the mesh of the arrays."""
     gather = functools.partial(unsharded_params, config, plan)
     shardings = lambda _: sharding_tree(config, plan.layout.treedef, plan.layout.params)
     return on_auto_mesh(config.user_mesh, gather, arrays, params, shardings=shardings)
@@ -162,7 +161,7 @@ def with_new(config: Config, plan: ShardingPlan, arrays: list, params: PyTree) -
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def unsharded_params(config: Config, plan: ShardingPlan, arrays: list, params: PyTree) -> Any:
-    """Return parameters in storage. `arrays` has new trained ones, sharded for the update. None keeps the old array."""
+    """Return `params` in storage, where `arrays`, sharded for the update, replace the trained ones. None: no change."""
     stored = storage_leaves(params, plan.layout.params)
     new = unshard_after_update(config, plan, arrays, stored)
     return in_storage([old if x is None else x for x, old in zip(new, stored, strict=True)], plan.layout)
@@ -185,9 +184,9 @@ def current_masters(
 ) -> dict[int, tuple[Leaf, Any]]:
     """Return the layout and array of the current master weights, by parameter index.
 
-    A leaf that no program changed keeps its array, also if it is offloaded. A changed leaf becomes an array on the
-    devices. To find these leaves, the call waits for the devices. Without `compare`, it does not wait, and every leaf
-    becomes a new array on the devices. If the arrays are shapes, they are returned unchanged.
+    With `compare`, wait for the devices to find out which parameters a program changed. Their master weights become new
+    arrays on the devices, and all others keep their arrays, even offloaded ones. Without `compare`, do not wait: every
+    master weight becomes a new array on the devices. If the arrays are shapes, they are returned unchanged.
     """
     _, masters = split_masters(plan, opt_state)
     leaves = leaves_of(params)
@@ -236,9 +235,9 @@ def on_device(x: Any) -> Array:
 
 @functools.lru_cache(maxsize=32)
 def of_pairs(mesh: Mesh, layouts: tuple[Layouts, ...], *, compare: bool) -> Any:
-    """Return a jitted function of pairs `(master, param)`, which returns the current weight of each pair.
+    """Return a jitted function from pairs `(master, param)` to the current weight of each pair.
 
-    With `compare`, it returns instead whether the parameter is a copy of the master weight.
+    With `compare`, the function returns, for each pair, only whether the parameter is a copy of the master weight.
     """
 
     def one(of: Layouts, master: Array, param: Array) -> Array:

@@ -1,7 +1,7 @@
 """Keep master weights, which are wide copies of narrow parameters, in the optimizer's state, and update them.
 
-A transformation that wraps the user's transformation does this. So the same rules match master weights and all other
-state to parameters, and shard them.
+A transformation around the user's transformation does this. So master weights are ordinary state, and are matched to
+parameters and sharded by the same rules.
 
 As in plain optax, an update starts from the parameters. A master weight only adds the bits that its narrow parameter
 cannot hold. Where a program changed the parameter since the last update, the update starts from the parameter.
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Bool, PyTree
 
 
-TWICE_COMPUTED = 16  # roundings by which two computations of an update may differ, when terms cancel, too
+TWICE_COMPUTED = 16  # two computations of one update may differ by this many roundings, because terms may cancel
 
 
 class MasterState(NamedTuple):
@@ -66,8 +66,8 @@ def with_master_weights(
 def current_weight(master: Array, param: Array, stored: Any) -> Array:
     """Return the master weight where the parameter is a copy of it, and the parameter elsewhere.
 
-    `param` has the type of `master`. A training step gives numbers of the type `stored`. A hand-written loop may give
-    parameters that are not rounded to this type.
+    `param` has the type of `master`. In a training step, its values are exact in the type `stored`. In a hand-written
+    loop, they may not be rounded to this type.
     """
     return jnp.where(is_copy(master, param, stored), master, param)
 
@@ -86,7 +86,7 @@ def is_copy(master: Array, param: Array, stored: Any) -> Bool[Array, "*shape"]:
     # Only the mantissa is rounded here. `reduce_precision` flushes the subnormal numbers of a smaller exponent to zero.
     rounded = lax.reduce_precision(param, jnp.finfo(param.dtype).nexp, jnp.finfo(stored).nmant)
     margin = TWICE_COMPUTED * jnp.finfo(param.dtype).eps
-    near = [master, master * (1 - margin), master * (1 + margin)]  # products flush subnormal numbers to zero
+    near = [master, master * (1 - margin), master * (1 + margin)]  # the products flush subnormal numbers to zero
     is_cast = functools.reduce(operator.or_, [bits(param) == bits(x) for x in near])
     return is_cast & ((param == rounded) | (param == master))
 

@@ -1,4 +1,4 @@
-"""Check the leaves of a state, and the plan of a step, and explain a difference."""
+"""Check that a state, and the sharding plan it was made with, fit a step. An error explains the difference."""
 
 from __future__ import annotations
 

@@ -108,8 +108,8 @@ def _batches(config: Config, whole: OwnedCores) -> list[OwnedCores]:
 def _sliced(update: FlatUpdate, given: Given, traced: TracedUpdate, stacks: Sequence[Core]) -> tuple[TracedUpdate, int]:
     """Trace the update on short stacks of matrices. Return the trace, and the number of matrices per stack.
 
-    The number is 1 if stacks of one matrix give the same program as `traced`. Otherwise, it is the next common divisor
-    of all stacks' lengths. If that gives another program, too, return `traced` and 0.
+    The number is 1 if stacks of one matrix give the same program as `traced`. Otherwise, it is the smallest common
+    divisor above 1 of all stacks' lengths. If that gives another program, too, return `traced` and 0.
     """
     shapes = {core.leaf: update.leaves.grads[core.leaf].shape for core in stacks}
     common = math.gcd(*(shape[0] for shape in shapes.values()))
@@ -144,9 +144,9 @@ def _is_stack(core: Core, traced: TracedUpdate) -> bool:
 
 
 def _choose(config: Config, whole: OwnedCores) -> tuple[OwnedCores, str]:
-    """Choose how many of the first cores owners compute, and the devices per owner, for the least time.
+    """Choose how many cores owners compute, and with how many devices per owner, so that the update is fastest.
 
-    Return these cores, and the reason why the other cores have no owners.
+    Return the chosen cores, which are the first ones of `whole`, or none, and why owners do not compute the others.
     """
     first, counts, shards = whole.cores[0], whole.counts, whole.leaf.shards
     sizes = [leaf.bytes for leaves in layouts_of_item(first, whole.size) for leaf in leaves]
@@ -212,19 +212,19 @@ def _without_chains(traced: TracedUpdate, found: OwnedUpdate) -> OwnedUpdate:
 
 
 class LostError(Exception):
-    """The index of the dim is unknown, because an equation mixes the dim with other dims, or has no rule."""
+    """The index of the sharded dim is unknown, because an equation mixes this dim with other dims, or has no rule."""
 
 
 @dataclasses.dataclass
 class Costs:
-    """The costs of equations if one dim of their operands is sharded. `follow` counts them.
+    """The costs of equations if one dim of their operands is sharded. `follow` counts the costs.
 
-    One `dims.Follower` cannot do this: products have operands whose sharded dims are different dims.
+    A `dims.Follower` alone cannot follow this dim, because the operands of a product may be sharded on different dims.
     """
 
     divided: float = 0.0  # FLOPs of products whose operands have the dim, of which each device computes a part
     repeated: float = 0.0  # FLOPs of all other products, which every device computes in full
-    # bytes of results that are all-reduced because they are summed over the dim, and half of those that are gathered
+    # bytes of results that are all-reduced because they are sums over the dim, plus half the bytes of gathered arrays
     summed: float = 0.0
     sums: float = 0.0  # the number of all-reduces and gathers
 
@@ -295,13 +295,14 @@ class Costs:
         return carry
 
     def _cond(self, eqn: Any, dims: list[int | None]) -> list[int | None]:
-        """Follow the dim through branches, which must agree. Count the costliest branch, and the sums of any branch."""
+        """Follow the dim through branches, which must agree on it. Count only the branch with the most FLOPs."""
         branches = [(Costs(), compat.opened(branch)[0]) for branch in eqn.params["branches"]]
         found = [inside.follow(body, dims[1:]) for inside, body in branches]
         if any(outs != found[0] for outs in found):
             raise LostError(eqn)
         costliest = max((inside for inside, _ in branches), key=lambda inside: inside.flops)
-        costliest.sums = max(inside.sums for inside, _ in branches)  # `_is_stack` asks whether there is one
+        # But count the collectives of any branch, because `_is_stack` asks whether there is a collective at all.
+        costliest.sums = max(inside.sums for inside, _ in branches)
         self.add(costliest)
         return found[0]
 
@@ -314,7 +315,7 @@ class Costs:
         self.divided += dot_flops(eqn)
         pairs = [*zip(*batch, strict=True), *zip(*contracted, strict=True)]
         if lhs is not None and rhs is not None and (lhs, rhs) not in pairs:
-            # It has another role in the second operand. Gathering this operand sends half the bytes of an all-reduce.
+            # The product does not pair the two dims. Gather the second operand: half the bytes of an all-reduce.
             self.sum(eqn.invars[1], 0.5)
             rhs = None
         place = next((n for n, (i, j) in enumerate(pairs) if lhs == i or rhs == j), None)

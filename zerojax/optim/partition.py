@@ -109,7 +109,7 @@ class PlannedUpdate:
 
     @functools.cached_property
     def units(self) -> dict[int, Unit]:
-        """Map each offloaded leaf of the state to its unit. The largest that fit in the device's share stay there."""
+        """Map each offloaded leaf of the state to its unit. The largest units that fit into `1 - fraction` stay."""
         if self.flat.config.offload is None:
             return {}
         units, sizes = self._candidates, collections.Counter[Unit]()
@@ -126,7 +126,7 @@ class PlannedUpdate:
     def _candidates(self) -> dict[int, Unit]:
         """Map each leaf of the state that may be offloaded to its unit. Small leaves stay on the device."""
         leaves = zip(self.flat.trained.paths, shapes(self.flat.trained.grads), strict=True)
-        # Leave out scalars and empty leaves, because their state in Adafactor cannot be divided like the parameter.
+        # Leave out parameters that are scalars or empty, because Adafactor's state of them cannot be divided like them.
         covered = [bool(x.shape and x.size) and self._offload.covers(path, x) for path, x in leaves]
         return {
             k: ("state", k) if i is None else i
@@ -163,7 +163,7 @@ class PlannedUpdate:
 
     @functools.cached_property
     def _units_behind(self) -> dict[Any, frozenset]:
-        """Map each variable to the units of the offloaded arrays that it depends on. Parameters on disk are units."""
+        """Map each variable to the units that it depends on. A parameter on disk also counts as a unit."""
         units = {STATE: self.units, PARAM: {i: i for i in self._params_on_disk}}
         reads = ((v, units.get(kind, {}).get(k)) for v, (kind, k) in self.traced.reads.items())
         return dependencies(self.traced.jaxpr, {v: frozenset((unit,)) for v, unit in reads if unit is not None})
@@ -178,8 +178,8 @@ class PlannedUpdate:
     def _groups(self) -> list[list[int]]:
         """Return the indices of the results of each group with offloaded state.
 
-        A group also updates every parameter that it reads. If another group updated the parameter, the old value might
-        be overwritten before it is read.
+        A group also updates every parameter that it reads. If another group updated such a parameter, this might happen
+        before the old value is read.
         """
         if not (self.units or self._params_on_disk):
             return []

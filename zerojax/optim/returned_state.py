@@ -1,8 +1,8 @@
 """Convert the optimizer state between the form that a plan describes and the form that `init` and `update` return.
 
 The returned form is for Flax and hand-written loops. Its Flax annotations describe the layout of the state, and
-`Annotated` adds facts that `update` cannot see under `jax.jit`. A program that needs all offloaded state at once, as
-`update` does, copies it to device memory and back.
+`Annotated` adds facts that `update` cannot see under `jax.jit`. For programs that need all offloaded state at once,
+such as `update`, this file also copies the state to device memory and back.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class ShardingPlan(CachedHash):
     # the wrapped transformation, which checkpoints describe; equality of plans ignores it
     tx: optax.GradientTransformation = dataclasses.field(compare=False)
     matrices: str = ""  # a text that describes how matrices are updated; empty if the update multiplies none
-    # whether owners compute a part of the update, or may do so, because it needs arguments that a step does not give
+    # whether owners compute a part of the update; also true if the update cannot be traced without further arguments
     may_have_owners: bool = False
     groups: str = ""  # a text that describes the groups of the update and their places; empty if nothing is offloaded
 
@@ -174,7 +174,7 @@ def check_choices(config: Config, layout: Layout) -> None:
         from zerojax.config.chosen import LeafMask, check_chosen
 
         for option, where in choices.items():
-            # A mask of overwritten leaves names every leaf, so a mask that chooses none is meant.
+            # A mask for overwrite= has a bool for every leaf, so one that chooses no leaf is no mistake.
             if not (where is config.overwrite and isinstance(where, LeafMask)):
                 check_chosen(option, where, layout.paths, shapes(layout.grads))
 

@@ -58,7 +58,7 @@ class TracedUpdate:
 
     @functools.cached_property
     def variables(self) -> list:
-        """Return all variables in order. In two traces of the same equations, they correspond."""
+        """Return all variables in order. In two traces of the same equations, equal positions correspond."""
         return [*self.reads, *(var for eqn in self.jaxpr.eqns for var in eqn.outvars)]
 
     @functools.cached_property

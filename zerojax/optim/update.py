@@ -54,8 +54,8 @@ def first_leaves(config: Config, plan: ShardingPlan, stored: Sequence[Shaped[Arr
 def state_to_device(config: Config, plan: ShardingPlan, state: PyTree) -> PyTree:
     """Return the state with the chunks of all offloaded leaves copied to the device and joined.
 
-    This is only for a step inside another program, which needs all state at once. Any other step streams the state
-    chunk by chunk (`streaming/stream.py`).
+    Only `tx.update`, and a step inside another program, need all state at once. Any other step streams the state chunk
+    by chunk (`streaming/stream.py`).
     """
     if not plan.offloaded:
         return state
@@ -119,10 +119,10 @@ def unshard_after_update(
     updated: Sequence[Shaped[Array, "*storage"] | None],
     frozen: Sequence[Shaped[Array, "*storage"]],
 ) -> list[Any]:
-    """Undo `shard_for_update`. Gather each parameter that is stored replicated, or sharded over fewer axes.
+    """Undo `shard_for_update`: gather each parameter whose stored form is replicated, or sharded over fewer axes.
 
-    The result has the arrays of `frozen`, which has one per parameter, for parameters that are not trained. It has None
-    where `updated` has None.
+    Return one array per parameter: from `updated` for trained parameters, where None stays None, and otherwise from
+    `frozen`, which also has one array per parameter.
     """
     arrays = {k: x for k, x in enumerate(updated) if x is not None}
     leaves = plan.trained.params
@@ -171,7 +171,7 @@ def update_shards(
 
         check_state_dtypes(new_state, plan.state)
     results = keep(results, plan.grads)
-    if applies:  # to storage: XLA would pad both a wide and a narrow copy of new logical parameters
+    if applies:  # after `keep`, in storage shape: otherwise XLA would pad a wide and a narrow copy of each parameter
         results = new_params(config, plan.trained, results, params)
     return results, jax.tree.unflatten(plan.state_def, keep(new_state, plan.state))
 

@@ -1,7 +1,7 @@
-"""Call the wrapped transformation: with the loss, on lists of arrays, and guarded in an analysis.
+"""Call the wrapped transformation on lists of arrays (`FlatUpdate`), with the loss as an extra argument.
 
-An optax transformation is called in three places: a step calls `FlatUpdate`, the plan traces it, and `guarded` turns
-its errors in such a trace into a `TransformationError`.
+A step runs a `FlatUpdate`, and the analyses for a sharding plan trace it. In such a trace, `guarded` turns errors of
+the transformation into a `TransformationError`.
 """
 
 from __future__ import annotations
