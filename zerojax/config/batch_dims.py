@@ -1,4 +1,4 @@
-"""Divide the dims of a batch over the axes of a mesh, as the option `batch_spec` says, such as the sequence."""
+"""Divide further dims of a batch over mesh axes, such as the sequence, as the option `batch_spec` says."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ class DataMesh:
 
 @dataclasses.dataclass(frozen=True)
 class LayoutPolicy:
-    """The options that determine how leaves are laid out. No option is a function, because a `ZeroState` has them."""
+    """The options that decide how leaves are laid out. They contain no function, because jit compares them."""
 
     stage: int
     data: DataMesh

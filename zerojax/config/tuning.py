@@ -1,4 +1,4 @@
-"""The option `Tuning`: memory, bytes sent and time of a step, which computes the same values with any setting."""
+"""The option `Tuning`: settings of memory, bytes sent and time. A step computes the same values with all of them."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Tuning:
 
     Attributes:
         shard_axis: The axes of `axis` over which the stage shards, such as `"gpu"`. Over the other axes, everything is
-            replicated (hybrid sharding, HSDP). Needs as much memory per device as one host alone, and sends fewer
-            bytes between hosts. None: all axes of `axis`.
+            replicated (hybrid sharding, HSDP). Needs as much memory per device as a run on one host, and sends
+            fewer bytes between hosts. None: all axes of `axis`.
         params_axis: Stage 3: the axes of `axis` over which parameters are sharded and gathered, such as `"gpu"`, within
-            a host. Gradients and optimizer state are sharded over all of `axis`. Needs more memory for parameters only,
-            and gathers none of them between hosts. None: the axes of gradients and optimizer state.
+            a host. Gradients and optimizer state are sharded over all of `axis`. Needs more memory, but for parameters
+            only, and gathers no parameters between hosts. None: the axes of gradients and optimizer state.
         reshard_after_forward: Stage 3: whether gathered parameters are freed after the forward pass, and gathered again
             for the backward pass. If False, they are kept, all in memory at once, and a step moves 2 times the
             parameters' bytes, not 3 times. Default: True.

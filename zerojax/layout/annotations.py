@@ -76,7 +76,7 @@ def check_optimizer_sharding(params: Any, data: DataMesh) -> None:
 
 
 def axes_of_model(params: Any, data: DataMesh, known: Sequence[tuple] = ()) -> Sequence[tuple]:
-    """Return the `Leaf.others` of each leaf, which its sharding or annotation names, unless they are `known`."""
+    """Return `Leaf.others` of each leaf: `known` if it is given, otherwise what shardings and annotations name."""
     check_optimizer_sharding(params, data)
     if known:
         return known
@@ -87,9 +87,9 @@ def axes_of_model(params: Any, data: DataMesh, known: Sequence[tuple] = ()) -> S
 def axes_of_last_plan(config: Config, params: Any) -> Sequence[tuple]:
     """Return `Leaf.others` of the parameters in the last plan that fits them, or () if it is not needed or not found.
 
-    There are two cases. Inside the caller's `jax.jit`, the type of an array does not name Auto axes, but `shard` or
-    `init` made a plan before the call. And if an axis of experts divides a stored array, its sharding does not say
-    whether the array is an expert, or the stage shards it over all data axes.
+    The plan is needed in two cases. Inside the caller's `jax.jit`, the type of an array does not name Auto axes, but
+    `shard` or `init` made a plan before the call. And if an axis of experts divides a stored array, the sharding does
+    not say whether the array holds experts, or whether the stage shards it over this axis, too.
     """
     leaves, treedef = jax.tree.flatten(params, is_leaf=is_padded)
     is_traced = any(isinstance(x.storage if is_padded(x) else x, jax.core.Tracer) for x in leaves)

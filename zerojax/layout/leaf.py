@@ -139,7 +139,7 @@ class Leaf:
         return dataclasses.replace(self, shape=self.local_shape, axes=rest, shards=self.further, further=1)
 
     def along_others(self, sizes: Mapping[str, int]) -> Leaf:
-        """Return the layout that the compiler leaves of this leaf on one device along `others`. `sizes` is by axis."""
+        """Return the layout of the slice of this leaf that one device has along `others`. `sizes` is by axis."""
         if self.kind == "flat" or not any(self.others):
             return self
         parts = [math.prod(sizes[axis] for axis in entry_axes(entry)) for entry in self.others]
@@ -221,7 +221,7 @@ def replace_items(items: Sequence, indices: Iterable[int], values: Iterable) -> 
     return [*(dict(enumerate(items)) | dict(zip(indices, values, strict=True))).values()]
 
 
-# The most that leaves which stay replicated add to the bytes of a device, as a fraction of them.
+# Leaves that stay replicated to avoid padding add at most this fraction to the bytes of a device.
 MOST_EXTRA = 0.03
 
 
@@ -298,11 +298,11 @@ class CachedHash:
 
 
 class PaddedNode:
-    """The base class of `Padded`, by which the core knows a padded array without an import of `layout/padded.py`."""
+    """The base class of `Padded`, by which plain steps recognise padded arrays without importing `layout/padded.py`."""
 
 
 class ChunkedNode:
-    """The base class of `Chunked`, by which the core knows an offloaded array without an import of `offload/`."""
+    """The base class of `Chunked`, by which plain steps recognise offloaded arrays without importing `offload/`."""
 
 
 def is_padded(x: Any) -> bool:

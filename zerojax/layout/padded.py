@@ -164,6 +164,6 @@ def stored_mask(mask: PyTree, option: str) -> LeafMask:
 
 
 def register_with_flax() -> None:
-    """Let Flax's modules unbox their parameters, which they do for nodes of this class. Flax may be missing."""
+    """Register `Padded` as a box of Flax, because Flax's modules unbox their parameters. Flax may be missing."""
     with contextlib.suppress(ImportError):
         importlib.import_module("flax.core.meta").AxisMetadata.register(Padded)

@@ -1,7 +1,7 @@
-"""Place parameters, and convert trees of them between the caller's form and lists of stored arrays.
+"""Place parameters, and convert trees of parameters between the caller's form and lists of stored arrays.
 
 A tree in logical form has arrays of logical shape. A tree in storage form has a `Padded` node for each array that is
-padded. A function of zerojax returns trees in the form of its arguments, so that `jax.tree.map` can combine them.
+padded. Public functions return trees in the form of their arguments, so that `jax.tree.map` can combine both.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def logical_array(x: Any) -> Shaped[Array, "*logical"]:
 
 
 def return_to_host(config: Config, moved: Mapping[int, Array], leaves: Sequence[Leaf]) -> dict[int, Array]:
-    """Return `moved`, new parameters by index. Those whose layout is in host memory are copied there."""
+    """Copy each of the new parameters `moved`, by index, to host memory if it is kept there. Return all of them."""
     return {i: jax.device_put(x, leaf_sharding(config, leaves[i])) if leaves[i].host else x for i, x in moved.items()}
 
 
