@@ -6,7 +6,7 @@ Tested with jax 0.10.2 and 0.12.0. Each function hides one difference, so a new 
 - Up to 0.11, the parameters of `scan` have the numbers of constants and carries. From 0.12, they have trees.
 - The primitives of `jax.jit` and `jax.checkpoint` have changed their names.
 - With `jax_remat3`, `jax_custom_vjp3` or `jax_custom_jvp3` (jax 0.12), `jax.checkpoint`, `checkpoint_name` and custom
-  derivatives are one primitive with an object (`HiPrim`) as its parameter. `name_of` and `params_of` hide that.
+  derivatives are one primitive with an object (`HiPrim`) as its parameter. `name_of` and `params_of` hide this.
 """
 
 import dataclasses
@@ -128,7 +128,7 @@ def name_of(eqn) -> str:
 
 
 def params_of(eqn) -> dict:
-    """Return the parameters of `eqn`. Those of a `HiPrim` get the names that they have in the primitive it replaces."""
+    """Return the parameters of `eqn`. If the primitive is `HiPrim`, name them as in the primitive that it replaces."""
     if "_prim" not in eqn.params:
         return eqn.params
     prim = eqn.params["_prim"]
@@ -185,21 +185,21 @@ def loop_of(eqn) -> LoopEqn | None:
 
 
 def part_of(jaxpr, eqns: Sequence, invars: Sequence, outvars: Sequence):
-    """Return a jaxpr without constants that has some equations of `jaxpr`, and the given arguments and results."""
+    """Make a jaxpr from some equations of `jaxpr`, without constants, with the given arguments and results."""
     info = jaxpr.debug_info._replace(arg_names=None, result_paths=None)
     return jaxpr.replace(constvars=[], invars=list(invars), eqns=list(eqns), outvars=list(outvars), debug_info=info)
 
 
 def eval_shape(fn: Callable, *args: Any) -> Any:
-    """Return `jax.eval_shape(fn, *args)`, without a cache entry that would exist as long as `fn` exists."""
+    """Return `jax.eval_shape(fn, *args)`, but do not leave a cache entry that lives as long as `fn`."""
     return jax.eval_shape(lambda *args: fn(*args), *args)
 
 
 def evaluate_one(eqn, values: Sequence) -> list:
     """Evaluate one equation on `values`, which may have other shapes than in its trace. A dropped result is None.
 
-    `jax.core.eval_jaxpr` does the same. With `jax_enable_checks`, it compares the shapes with those of the trace. The
-    caller enters the equation's context (`contexts`), as `jaxprs.evaluate` does.
+    `jax.core.eval_jaxpr` does the same, but under `jax_enable_checks` it refuses shapes that differ from the trace. The
+    caller must enter the equation's context (`names.contexts`), as `jaxprs.evaluate` does.
     """
     operands = [atom.val if is_literal(atom) else x for atom, x in zip(eqn.invars, values, strict=True)]
     params = eqn.primitive.get_bind_params(eqn.params)

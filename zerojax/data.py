@@ -53,13 +53,13 @@ def shard_batches(
 
     Returns:
         An iterator of trees of arrays. Its `get_state` returns the state that the loader's iterator had after the batch
-        that was returned last, and `set_state` restores it. Give it to `Checkpointer.save(state, data=...)`. If each
-        process reads its own rows, the state belongs to this number of processes, except for grain's `ElasticIterator`.
+        that was returned last, and `set_state` restores it. Pass the iterator to `Checkpointer.save(state, data=...)`.
+        If each process reads its own rows, only as many processes can restore it, except for grain's `ElasticIterator`.
 
     Raises:
-        TypeError: If a count is not an integer. The iterator raises it if a leaf of a batch is not an array.
-        ValueError: If an option is unknown or `rows` is missing. The iterator raises it if a batch cannot be divided,
-            has more rows to pad than the first one, or with `rows="global"` is not the first one of other processes.
+        TypeError: If a count is not an integer. When iterating, if a leaf of a batch is not an array.
+        ValueError: If an option is unknown or `rows` is missing. When iterating, if a batch cannot be divided or has
+            more rows than the padded first batch, or with `rows="global"` if the first batch differs by process.
     """
     if not isinstance(tx, ZeroTransformation):
         raise TypeError(f"shard_batches places batches as the step of tx takes them: give tx, not {type(tx).__name__}.")
@@ -149,8 +149,8 @@ class ShardedBatches:
         return None if get_state is None else get_state()
 
 
-PART = {"process", "of", "state"}  # keys of a position that makes sense only on its process
-ELASTIC = {"global_next_index"}  # of grain's ElasticIterator, whose position is the same on all processes
+PART = {"process", "of", "state"}  # keys of the position of one process, which no other process can restore
+ELASTIC = {"global_next_index"}  # keys of the position of grain's ElasticIterator, which is equal on all processes
 
 
 class Placement:
@@ -238,4 +238,4 @@ def as_array(path: tuple, x: Any) -> Any:
             f"batch{jax.tree_util.keystr(path)} {found}, of which JAX has no arrays. Leave it out of the batch, or "
             f"give numbers: arrays, or objects with DLPack."
         )
-    return jax.block_until_ready(jnp.array(jax.dlpack.from_dlpack(x), copy=True))  # it shares the memory of `x`
+    return jax.block_until_ready(jnp.array(jax.dlpack.from_dlpack(x), copy=True))  # DLPack shares `x`'s memory

@@ -41,7 +41,7 @@ PLUGINS = ("jax-cuda13-plugin", "jax-cuda13-pjrt", "jax-cuda12-plugin", "jax-cud
 ROUNDS = 5
 ELEMENTS = 4 << 20  # per device, of the arrays that the link copies and the host updates
 CHUNKS, CHUNK_BYTES, PREFETCH = 16, 16 << 20, 3
-MOST_SECONDS = 5  # then no further chunk is written, so that a slow disk does not take long
+MOST_SECONDS = 5  # after this time, no further chunk is written to the measured disk
 # The width of the measured products, their number in a chain, and the bytes that are gathered and that memory copies.
 # A product chain takes longer than a gather, so that a gather can run during the chain.
 WORK = {"gpu": (8192, 4, 1 << 30), "cpu": (256, 2, 1 << 20)}
@@ -147,7 +147,7 @@ def host_memory(device: str) -> str:
 
 
 def device_rates() -> tuple[str, dict[str, Any]]:
-    """Measure products, memory and collectives of this process's devices, all at once, and how products are slowed."""
+    """Measure the rates of products, memory and gathers on all local devices at once, and how gathers slow products."""
     devices = jax.local_devices()
     width, chain, size = WORK.get(devices[0].platform, WORK["cpu"])
     mesh = jax.sharding.Mesh(np.array(devices), ("data",))
@@ -185,8 +185,8 @@ def device_rates() -> tuple[str, dict[str, Any]]:
 def slowdown(products: float, gather: float, both: float) -> float | None:
     """Return the share by which products take longer during a gather, from the seconds of each alone and of both.
 
-    Products that take `(1 + s)` times as long lose `s / (1 + s)` of the gather's time. None: the gather does not
-    overlap with products, or not measurably.
+    If products take `(1 + s)` times as long, they lose `s / (1 + s)` of the gather's time. Return None if gather and
+    products do not overlap measurably.
     """
     lost = max(0.0, both - products) / gather
     return lost / (1 - lost) if lost < 0.9 else None

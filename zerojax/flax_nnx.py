@@ -79,7 +79,7 @@ def shard_module(module: nnx.Module, tx: ZeroTransformation, *, wrt: Any = nnx.P
 
 
 def warn_of_whole(tx: ZeroTransformation, others: nnx.State) -> None:
-    """Warn about parameters that `wrt=` does not choose, because every device would have all of them."""
+    """Warn at stage 3 about parameters that `wrt=` does not choose, which every device would hold in full."""
     found = jax.tree.leaves(nnx.split_state(others, nnx.Param, ...)[0])
     if tx.config.stage == 3 and found:
         whole = format_bytes(sum(x.size * x.dtype.itemsize for x in found))
@@ -247,9 +247,9 @@ def batch_index(nodes: Sequence) -> int | None:
 def assigned_paths(call: Callable, old: Sequence[nnx.State], new: Sequence[nnx.State]) -> set:
     """Return the paths of the variables that a loss creates, or to which it assigns a new value.
 
-    Transforms such as `nnx.jit` and `nnx.remat` write every variable of their arguments back as a new array, even if
-    its value is unchanged. For new arrays, `call`, which maps the `old` to the `new` variables, is traced once
-    more. The jaxpr shows which old values `call` returns unchanged.
+    A new array may have the old value: `nnx.jit` and `nnx.remat` write every variable of their arguments back as a new
+    array. `call` maps the `old` variables to the `new` ones. If arrays are new, `call` is traced once more, and its
+    jaxpr shows which variables it returns unchanged.
     """
     known = {path: jax.tree.leaves(x) for state in old for path, x in nnx.to_flat_state(state)}
     found = {path: jax.tree.leaves(x) for state in new for path, x in nnx.to_flat_state(state)}
@@ -272,8 +272,8 @@ def assigned_paths(call: Callable, old: Sequence[nnx.State], new: Sequence[nnx.S
 def check_assigned(assigned: Collection, after: Sequence[nnx.State], averaged: nnx.State) -> None:
     """Raise a TypeError if the loss assigns to a variable whose new value would be lost or wrong.
 
-    `after` are the parameters and PRNG keys, which are not written back. `averaged` are variables of which every device
-    assigns its own value, and integers have no mean.
+    New values of the variables in `after`, parameters and PRNG keys, would be lost. The variables in `averaged` are
+    averaged over the devices, and integers other than counts of random streams have no mean.
     """
     chosen = lambda state: [(path, x) for path, x in nnx.to_flat_state(state) if path in assigned]
     if lost := [pair for state in after for pair in chosen(state)]:
@@ -304,7 +304,7 @@ def passed_on(jaxpr: Any, args: Sequence) -> list:
 
 
 def _passed_on_by(eqn: Any, values: Sequence) -> Sequence:
-    """Do the same for a loop, a branch or a call. The results of all other equations are computed."""
+    """Do for one equation what `passed_on` does for a jaxpr. Only loops, branches and calls return operands."""
     if (loop := compat.loop_of(eqn)) is not None:
         found = passed_on(compat.opened(loop.body)[0], range(len(values)))
         first = loop.consts + loop.carry  # the index of the first operand that is sliced

@@ -1,4 +1,4 @@
-"""Contain what zerojax uses of JAX that JAX's public API does not have. CONTRIBUTING.md lists it, with the reasons."""
+"""Call private functions of JAX for what its public API lacks. CONTRIBUTING.md lists them, with the reasons."""
 
 import functools
 import sys
@@ -28,7 +28,7 @@ def host_buffer(shape: Sequence[int], dtype) -> Any:
 
 @functools.cache
 def _replaced() -> dict[type, str]:
-    """Return the classes of `HiPrim` that replace primitives, and the primitives' names. Old versions lack some."""
+    """Map each class of `HiPrim` to the name of the primitive that it replaces. Older versions of JAX lack some."""
     from jax._src import ad_checkpoint, hijax
 
     classes = {
@@ -54,13 +54,13 @@ _SUMS_OVER_TREES = {
 
 
 def is_sum_over_tree() -> bool:
-    """Return whether a sum over the leaves of a tree, which zeros do not change, makes the calling pytree node.
+    """Return whether the calling `Padded` is being made by a known sum over the leaves of a tree.
 
-    A `Padded` node calls this function when it is made with an array that lacks its dims: a term of such a sum, as in
-    `optax.chain(optax.clip_by_global_norm(1.0), zero_shard(...))`, or a mean or a minimum, which the padding has made
-    wrong. JAX gives the node the result of the mapped function, and not the function, and both results are scalars. A
-    node that raised its error only when it is read would not notice a mean, because `jax.tree.reduce` reads the arrays
-    and not the nodes. So this function looks for the callers whose sums are right.
+    `jax.tree.map` makes a `Padded` around the result of the mapped function, and tells it nothing about the function.
+    If the result is a scalar, it may be a sum, which zeros in the padding do not change, as in
+    `optax.chain(optax.clip_by_global_norm(1.0), zero_shard(...))`. It may also be a mean or a minimum, which the
+    padding has made wrong. So this function looks in the stack for callers that sum. An error that is raised only when
+    the `Padded` is read would miss a mean, because `jax.tree.reduce` reads the arrays directly.
     """
     frame = sys._getframe(1)
     between = ("zerojax.layout.padded", "jax._src.tree", "jax.tree")  # the frames of the node and of jax.tree.map

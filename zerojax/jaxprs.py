@@ -213,7 +213,7 @@ def dependent_on(
 
 
 def roots_of(variables: Collection, jaxpr: Any) -> dict:
-    """Return the values that depend on `variables` and on no other input, each with the variables it depends on."""
+    """Map each value that depends on `variables`, and on no other input, to the `variables` on which it depends."""
     roots, free = {var: {var} for var in variables}, set()
     for eqn in jaxpr.eqns:
         reads = variables_in(eqn.invars)
@@ -262,9 +262,9 @@ def _is_in(atom: Any, variables: Collection) -> bool:
 
 
 def _part_of_call(eqn: Any, concerned: Sequence[bool]) -> Any | None:
-    """Return the body of a call if only some of its operands or results are `concerned`, so that the body must be read.
+    """Return the body of a call if only some of its operands, or results, are `concerned`. Otherwise return None.
 
-    Otherwise return None. An example is the forward-mode derivative of a call, which returns primals and tangents.
+    Only then must callers look inside. For example, the forward-mode derivative of a call returns primals and tangents.
     """
     if all(concerned) or len(eqn.outvars) < 2 or any(map(compat.is_ref, eqn.invars)):
         return None
@@ -272,7 +272,7 @@ def _part_of_call(eqn: Any, concerned: Sequence[bool]) -> Any | None:
 
 
 def split_arrays(args: Sequence) -> tuple[list, Callable]:
-    """Return the arrays in `args`, and a function that puts new arrays in their places among flags, names and so on."""
+    """Return the arrays in `args`, and a function that rebuilds `args` from new arrays and the old flags and names."""
     leaves, tree = jax.tree.flatten(args)
     is_array = [isinstance(x, ARRAYS) for x in leaves]
 

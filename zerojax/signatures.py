@@ -72,7 +72,7 @@ def _of_param(value: Any, functions: bool) -> Any:
 def has_effects(jaxpr: Any) -> bool:
     """Return whether an equation in a jaxpr, or in a jaxpr inside it, has an effect or uses a ref.
 
-    A kernel (a Pallas call) has none: its body writes to refs, but the call takes arrays and returns arrays.
+    A kernel (a Pallas call) does not count: its body writes to refs, but the call takes arrays and returns arrays.
     """
     uses_ref = lambda eqn: any(map(compat.is_ref, [*eqn.invars, *eqn.outvars]))
     return any(
@@ -84,5 +84,5 @@ def has_effects(jaxpr: Any) -> bool:
 
 
 def _of_refs(jaxpr: Any) -> bool:
-    """Return whether a jaxpr takes refs. If the equation around it has none, it is the body of a kernel."""
+    """Return whether a jaxpr takes refs. If the equation that contains it takes none, the jaxpr is a kernel's body."""
     return any(map(compat.is_ref, jaxpr.invars))

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from zerojax.train.state import ZeroState
     from zerojax.train.tree_api import Shardings
 
-# The types of the caller's functions, which the functions made of them keep.
+# Type variables, so that a function made from the caller's function has the types of the caller's function.
 Params = TypeVar("Params", bound=Any)
 Value = TypeVar("Value")
 Aux = TypeVar("Aux")

@@ -57,8 +57,8 @@ def load_from_file(path: Path, name: str) -> Any:
 def running(path: Path, options: Sequence[str] = ()) -> Iterator[None]:
     """Enter a context in which a file's code runs, with its folder in `sys.path` and `options` as `sys.argv[1:]`.
 
-    Its output is captured. Output that bypasses Python, such as that of subprocesses, goes to standard error instead of
-    standard output. A `SystemExit` becomes a `ValueError`.
+    The code's output is captured. Output that bypasses Python, such as a subprocess's, is sent to standard error,
+    because standard output is for results. A `SystemExit` becomes a `ValueError`.
     """
     errors, before = io.StringIO(), sys.argv
     sys.argv = [str(path), *options]
@@ -93,7 +93,7 @@ def call_user_code(make: Callable[[], Any], what: str, how: str = "fails") -> An
 
 
 def load_program(text: str, options: Sequence[str]) -> tuple:
-    """Run a file, such as `"train.py:make_step"`. Call its function that returns a step and arguments."""
+    """Run a file, and call a function in it that returns a step and its arguments, such as `"train.py:make_step"`."""
     path, name = split_reference(text)
     with running(path, options):
         made = call_user_code(load_from_file(path, name), f"{name} of {path}")

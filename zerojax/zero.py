@@ -71,9 +71,9 @@ def zero_shard(
         batch_spec: How the batch is divided: a `PartitionSpec` that begins with `axis`, such as
             `P("data", "sequence")`, or a tree of specs. A leaf with fewer dims uses the first entries of its spec.
             None: only dim 0 is divided.
-        expert_axis: The axes of `axis` over which experts stay divided, such as `"expert"`. A parameter whose sharding
-            or Flax metadata names one of them is not gathered over it, and its gradient is not summed over it, at any
-            stage. Over the other axes it is sharded as all parameters are. The loss uses it in a `jax.shard_map`.
+        expert_axis: The axes in `axis` over which experts stay divided, such as `"expert"`. At every stage, a parameter
+            whose sharding or Flax metadata names such an axis is not gathered, and its gradient not summed, over this
+            axis. Over other axes it is sharded as usual. The loss uses such parameters in a `jax.shard_map`.
         overwrite: Which parameters take their gradient as their new value, in the form of `trainable`. This option
             overrides `trainable`. A parameter whose path, or NNX class, has the name of Flax's collection
             `_overwrite_with_gradient` is always overwritten. The new value is the elementwise maximum over microbatches
