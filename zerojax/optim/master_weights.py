@@ -67,7 +67,7 @@ def current_weight(master: Array, param: Array, stored: Any) -> Array:
     """Return the master weight where the parameter is a copy of it, and the parameter elsewhere.
 
     `param` has the type of `master`. In a training step, its values are exact in the type `stored`. In a hand-written
-    loop, they may not be rounded to this type.
+    loop, they need not be rounded to this type.
     """
     return jnp.where(is_copy(master, param, stored), master, param)
 
