@@ -284,7 +284,7 @@ class JittedStep:
         return self.jit(self.step)
 
     def jit(self, step: Callable) -> Any:
-        """Jit `step` so that it donates its first argument, a state, and is compiled with the step's options."""
+        """Compile `step` with jit and the options of this step. It donates its first argument, a state."""
         return jax.jit(step, donate_argnums=0, compiler_options=dict(self.program.compiler_options) or None)
 
     def run(self, state: ZeroState, rows: Any, args: tuple) -> tuple[ZeroState, Any]:
