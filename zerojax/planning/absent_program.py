@@ -1,7 +1,7 @@
 """Compile for GPUs that this machine does not have: a step, a jitted function, or a gradient, with shapes as arguments.
 
-JAX has no option to say for which GPUs cuDNN attention and Pallas kernels are traced. So `kernels_for` answers JAX's
-questions about the GPU while its context lasts, for the thread that entered it. Tested with jax 0.10.2 and 0.12.0.
+While JAX traces cuDNN attention or a Pallas kernel, it asks the local machine for its GPU, and no option names another
+GPU. So `kernels_for` replaces the functions that JAX asks, for one thread. Tested with jax 0.10.2 and 0.12.0.
 """
 
 from __future__ import annotations
@@ -48,30 +48,30 @@ MANY_PROGRAMS = (
     'With Offload(params="disk") a step is many programs, and plan and check compile one. zerojax.estimate gives the '
     "bytes of parameters on disk, and what a step reads and writes. For its time and memory, run a step."
 )
-# A version of cuDNN that supports every form of attention that JAX offers. JAX asks for it before it traces an
-# attention, and XLA compiles cuDNN's calls without the library.
+# The version that JAX is told if cuDNN is not installed. It supports every form of attention that JAX offers. XLA
+# compiles calls of cuDNN without the library.
 CUDNN = 91400
-# If two threads answered at the same time, each could put back the answers of the other.
+# Lets one thread at a time replace functions of JAX. Otherwise a thread could restore another's replacement.
 _ONE_AT_A_TIME = threading.RLock()
 
 
-# A function that compiles the program for a batch of shapes, and the number of which its rows must be a multiple.
+# A function that compiles the program for a batch of shapes, and a number that must divide the rows of the batch.
 AbsentProgram = tuple[Callable[[Any], CompiledStep], int]
 
 
 def program_of_step(step: Step, state: Any, args: tuple, topology: str, usable: int) -> AbsentProgram:
-    """Return the program of `step` for the GPUs of `topology`. The state is sharded again for these GPUs.
+    """Return the `AbsentProgram` of `step` for the GPUs of `topology`, on which the state is sharded again.
 
-    If the step has `memory="auto"`, it is compiled to take at most `usable` bytes per device.
+    A step with `memory="auto"` is compiled to take at most `usable` bytes per device.
     """
     config, shapes = moved_to(topology, step, state)
     options = step.options
     if options.memory == "auto":
         options = dataclasses.replace(options, memory=usable)
     blocks = Blocks()
-    # A copy, so that the step's own loss stays as it is. With `memory=`, the step looks for the blocks by itself.
+    # A plan lists the blocks that tracing finds in the loss. A step with `memory=` looks for the blocks by itself.
     observed = step.program.loss.fn if options.memory is not None else blocks.observed(step.program.loss.fn)
-    # Without `reduction`, the loss would also be traced for all rows, and its blocks would be those of all rows.
+    # Without a reduction, the loss would be traced a second time, for all rows, and the list would have those blocks.
     reduction = step.program.loss.reduction if step.program.loss.weighted else step.program.loss.reduction or "mean"
     loss = dataclasses.replace(step.program.loss, fn=observed, reduction=reduction)
     moved, accumulate = Step(config, loss, options), options.accumulate
@@ -86,7 +86,7 @@ def program_of_step(step: Step, state: Any, args: tuple, topology: str, usable: 
     def compile_step(batch: Any) -> CompiledStep:
         given = shapes, abstract(batch), *abstract(args)
         with kernels_for(config.mesh):
-            # The meshes are checked before anything is compiled, and a step with `memory=` compiles to be traced.
+            # To trace a step with `memory=`, programs are compiled. So check the meshes first, without this option.
             traced = moved.under(config).trace(*given)
             check_meshes(traced, config.mesh)
             fit = None if options.memory is None else moved.memory_fit(*given)
@@ -94,7 +94,7 @@ def program_of_step(step: Step, state: Any, args: tuple, topology: str, usable: 
         notes = (*([str(fit)] if fit else []), *moved.compiled_with)
         return CompiledStep(
             program,
-            # The formula counts only the data axes. It is too low if arrays also move along other mesh axes.
+            # The formula counts only the data axes, so it is too low if the compiler uses other axes, too.
             sent_formula=None if config.data.compiler_axes else estimate.sent,
             estimate=estimate,
             notes=(*known, *notes),
@@ -155,7 +155,7 @@ def pinning_note(needed: int) -> tuple[str, ...]:
 
 
 def program_of_function(f: Any, state: Any, batch: Any, args: tuple, topology: str) -> AbsentProgram:
-    """Return the program of the jitted `f` for the GPUs of `topology`. The arguments keep their `PartitionSpec`s."""
+    """Return the `AbsentProgram` of the jitted `f` for `topology`. The arguments keep their `PartitionSpec`s."""
     if not callable(getattr(f, "trace", None)):
         raise TypeError(
             f"plan takes a step of tx.train_step or a jitted function, not {type(f).__name__}. Give jax.jit(f)."
@@ -199,7 +199,7 @@ def program_of_function(f: Any, state: Any, batch: Any, args: tuple, topology: s
 def check_meshes(traced: Any, mesh: Mesh) -> None:
     """Raise a ValueError if a traced program names devices that `mesh` does not have, or another number of devices.
 
-    XLA's compiler for GPUs ends the process if a sharding has another number of devices than the program.
+    XLA's compiler for GPUs would end the process if a sharding and the program had different numbers of devices.
     """
     here = set(mesh.devices.flat)
     for eqn in jaxprs.equations(compat.opened(traced.jaxpr)[0]):
@@ -224,7 +224,7 @@ def lowered(traced: Any, mesh: Mesh) -> Any:
 
 
 def program_of(config: Config, layout: Layout, loss: Loss, batch: Any, args: tuple, mutable: Any = None) -> WorkingSet:
-    """Trace `loss`, and return the parameters that stage 3 gathers to compute `loss`. Empty at other stages."""
+    """Return the parameters that stage 3 gathers to compute `loss`, which is traced. Empty at other stages."""
     if config.stage < 3:
         return WorkingSet()
 
@@ -246,14 +246,14 @@ def plain_gradient(
     accumulated: frozenset[int] = frozenset(),
     mutable: Any = None,
 ) -> Any:
-    """Compile the gradient by plain jit with replicated parameters. Its temporary memory holds the activations.
+    """Compile the gradient by plain jit with replicated parameters, to measure activations as its temporary memory.
 
-    XLA puts activations into the buffers of gradients that are not computed yet. At stage 3, a sharded gradient has no
-    full buffer. So here the gradient is added to an input, whose buffer XLA cannot use for activations. A stacked leaf
-    needs no such input, because a loop fills the gradient, which occupies its buffer throughout the loop.
+    XLA hides activations in the buffers of gradients that are not computed yet. Stage 3 has no such buffers, because
+    its gradients are sharded. To count these activations, the gradient of each parameter in `accumulated` (indices) is
+    added to an input, whose buffer XLA cannot reuse. The gradient of a stacked leaf needs no input: a loop fills it
+    step by step, and its buffer is occupied throughout the loop.
 
-    `accumulated` has the indices of the parameters whose gradients are added to inputs. Rows without a sharding are
-    replicated.
+    Rows without a sharding are replicated.
     """
     replicated = NamedSharding(mesh, PartitionSpec())
     leaves = [
@@ -281,11 +281,12 @@ def plain_gradient(
 def kernels_for(mesh: Mesh) -> Iterator[None]:
     """Enter a context in which attention of cuDNN and kernels of Pallas are traced and lowered for the GPUs of a mesh.
 
-    cuDNN attention: JAX asks the installed cuDNN for its version, and the first local GPU for what it can compute.
+    Functions of JAX that ask the local machine are replaced. On a mesh without GPUs, nothing is replaced.
 
-    Pallas: JAX asks the context's mesh for its GPU, or else the first local device. `use_abstract_mesh` has the type of
-    the GPU, but around a whole program it would change the types of all arrays. So only this question is asked inside
-    it.
+    - cuDNN attention asks for the version of cuDNN, and for what the first local GPU can compute.
+    - Pallas asks for the GPU of the context's mesh, or of the first local device. It is asked inside
+      `use_abstract_mesh`, which names the mesh's GPU. The whole program cannot be traced inside, because the types of
+      all arrays would change.
     """
     from jax._src.cudnn import fused_attention_stablehlo as attention
 

@@ -1,8 +1,9 @@
 """Check whether a compiled step keeps its stage's contract on memory, communication and FLOPs.
 
 The most common failure in JAX is a "stage 3" that silently keeps gathered parameters, or gathers all parameters at
-once. The next is a program in which the compiler moves activations between devices. `check` compares the compiled
-program with a contract that follows only from the model. Each excess is a finding, which names leaves and lines.
+once. The second most common is a program in which the compiler moves activations between devices. `check` compares the
+compiled program with limits that are computed from the model alone (contract.py). Each excess is a finding, which names
+leaves and lines.
 """
 
 import dataclasses
@@ -32,7 +33,7 @@ MOST_CAUSES = 5
 # Tolerances of the contract: an excess within them is not a finding.
 MEMORY_SLACK, VOLUME_SLACK, FLOPS_SLACK, LEAST_HIDDEN = 1.10, 1.02, 1.02, 0.95
 REDUCTIONS = ("all-reduce", "reduce-scatter")
-# Likely reasons why the compiler added a collective, by kind. (Collectives of zerojax have labels.)
+# Likely reasons why the compiler added a collective, by kind. Collectives that zerojax added are told by their labels.
 WHY = {
     "all-gather": "the operation that reads the array takes all rows, or divides a dim that does not hold the rows",
     "all-reduce": "the array is a sum over a dim that the compiler divides, so each device has a partial sum",
@@ -59,15 +60,16 @@ class Check:
         stage: ZeRO stage.
         devices: Number of data-parallel workers.
         peak: Peak bytes per device: the sum of arguments, results and temporary memory.
-        floor: Bytes per device that the contract allows: arguments, results, the temporary memory of plain jit with
-            replicated parameters, and three times the largest layer of the model (a layer in use, a prefetched layer,
-            and gradients), the gradients, and the update's memory if this exceeds the activations.
+        floor: Bytes per device that the contract allows: the program's arguments and results, the gradients, and the
+            memory of the backward pass or of the update, whichever is larger. The backward pass may take the temporary
+            memory of plain jit with replicated parameters, and three layers of the largest size (in use, prefetched,
+            gradients).
         gathered: Elements of parameters that are all-gathered, counted in full tensors.
         gathered_formula: The most elements that the stage may gather.
         reduced: Elements of gradients that are reduce-scattered or all-reduced, counted in full tensors.
         reduced_formula: The most elements that the stage may reduce.
-        activations: Bytes of everything else that the loss moves along the data axes: activations that are gathered,
-            summed, exchanged or shifted.
+        activations: Bytes of all other arrays that the loss moves along the data axes, such as activations that are
+            gathered, summed, exchanged or shifted.
         activations_formula: Bytes of activations that plain jit moves with replicated parameters.
         update: Bytes that the compiler moves for the optimizer's update, without the exchanges between owners of
             matrices.
@@ -142,8 +144,8 @@ def check(step: Step, state: ZeroState, batch: Any, *args: Any, topology: str | 
     Raises:
         TypeError: If `step` is not a step, or `state` is not a `ZeroState`.
         NotImplementedError: If the parameters are on disk.
-        ValueError: If the topology is unknown, the axes do not divide the batch, or the loss names mesh axes. Plain
-            jit, with which the loss is compared, has no axes.
+        ValueError: If the topology is unknown, the axes do not divide the batch, or the loss names a mesh axis. For the
+            contract, plain jit compiles the loss, too, and it has no mesh axes.
         ModuleNotFoundError: If `topology` is given and the extra `aot` is not installed.
     """
     if not isinstance(step, Step):
@@ -223,8 +225,8 @@ def _elements_moved(which: Sequence[CollectivePiece], fmt: str | None, wire: Wir
 class Exchanged:
     """The collectives that the compiler added to a program."""
 
-    pieces: tuple[tuple[CollectivePiece, int], ...]  # with bytes; mostly activations
-    completing: tuple[CollectivePiece, ...]  # the sums that complete gradients
+    pieces: tuple[tuple[CollectivePiece, int], ...]  # each with its bytes; mostly activations
+    completing: tuple[CollectivePiece, ...]  # sums of gradients over the devices
 
     @property
     def bytes(self) -> int:
@@ -236,11 +238,11 @@ class Exchanged:
 
 
 def exchanged(found: Iterable[CollectivePiece], gradients: int, sizes: frozenset[int]) -> Exchanged:
-    """Divide the pieces that the compiler added, which have no label, into sums of gradients and everything else.
+    """Separate the collectives that the compiler added into sums of gradients and everything else.
 
-    The program does not say which sums are of gradients. A sum in the backward pass with as many elements as a gradient
-    counts as a gradient. The compiler also joins small arrays into one sum, so other sums count as gradients until all
-    elements of gradients are found.
+    Collectives of zerojax have labels, and are left out. The program does not say which of the other sums are sums of
+    gradients. A sum in the backward pass counts as one if its size is in `sizes`. Further sums may join small
+    gradients, so they count as well until the number of elements of all `gradients` is reached.
     """
     others, sums, completing, lacking = [], [], [], gradients
     for piece in found:

@@ -27,7 +27,7 @@ from zerojax.train.step import Step
 from zerojax.zero import ZeroTransformation
 
 STEPS = 2
-# The relative error of a long sum in another order, for float32, and in rounding units for narrower types.
+# The relative error of a long sum in another order: for float32, and in rounding units of narrower types.
 FLOAT32_TOLERANCE, NARROW_UNITS = 1e-5, 2
 MOST_SHOWN, WIDTH = 12, 100
 MARGIN = 8  # on the mesh, rounding changes a leaf at most this many times as much as on one device
@@ -73,7 +73,7 @@ class Difference:
 class NonFinite:
     """The first leaf that is not finite."""
 
-    stage: int | None  # ZeRO stage, or None if the leaf is not finite on one device either
+    stage: int | None  # ZeRO stage of the run on the mesh, or None for the run on one device
     step: int  # 1 or 2
     quantity: str  # `"value"`, `"gradient"` or `"parameters"`
     path: str  # the path of the leaf. Empty for the value
@@ -95,7 +95,7 @@ class Comparison:
         devices: Number of data-parallel workers of the mesh.
         steps: Number of updates.
         tolerance: Relative difference that is allowed for every leaf. It depends on the narrowest type in the loss's
-            computation. If rounding on one device changes a leaf by more, the leaf may differ more.
+            computation. A leaf may differ by more if rounding alone changes it by more on one device.
         leaves: Every leaf of every step and stage. Empty if a leaf on one device is not finite.
         nonfinite: The first leaf that is not finite. None if all are finite.
     """
@@ -232,7 +232,7 @@ def compare(
         tolerance = max(FLOAT32_TOLERANCE, NARROW_UNITS * reference.unit)
         states, expected = reference.run(reference.start, STEPS)
         if (nonfinite := find_nonfinite(reference, states, {None: expected})) is not None:
-            return Comparison(stages, workers, STEPS, tolerance, (), nonfinite)  # no leaf equals a NaN
+            return Comparison(stages, workers, STEPS, tolerance, (), nonfinite)  # every leaf would differ from a NaN
         noise = reference.noise(expected)
         runs = {config.stage: run_sharded(step.under(config), **given) for config in configs}
         nonfinite = find_nonfinite(reference, states, runs)
@@ -259,7 +259,7 @@ def check_given(step: Step, given: dict[str, Any], stages: Sequence[int]) -> Non
 
 
 def at_stage(config: Config, stage: int) -> Config:
-    """Return `config` at another stage, with the offloads that it supports, and keeping gradients in the state."""
+    """Return `config` at another stage, without the offloads that this stage lacks. The state will keep gradients."""
     offload = config.offload if stage else None
     if isinstance(offload, Offload) and stage != 3:
         offload = dataclasses.replace(offload, params=None)
@@ -267,7 +267,7 @@ def at_stage(config: Config, stage: int) -> Config:
 
 
 def keeping_gradients(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Return `tx` after a transformation that stores the last gradients, as the first leaves of the joint state."""
+    """Return `tx` behind a transformation that stores the latest gradients, as the first leaves of the joint state."""
     init = lambda params: jax.tree.map(jnp.zeros_like, params)
     update = lambda updates, state, params=None: (updates, updates)
     return optax.chain(optax.GradientTransformation(init, update), tx)
@@ -293,7 +293,7 @@ def kept_gradients(state: ZeroState) -> Any:
 def find_nonfinite(reference: Reference, states: Sequence[Any], runs: Mapping[Any, list[Snapshot]]) -> NonFinite | None:
     """Return the first leaf that is not finite, and the source lines that compute its first NaN.
 
-    `states` has the reference's state before each step. `runs` has results by stage; those of the reference by None.
+    `states` has the reference's state before each step. `runs` has the results by stage, or by None for the reference.
     """
     workers = reference.plain.program.config.data.workers
     for stage, snapshots in runs.items():

@@ -61,14 +61,14 @@ class Plan:
         host: Bytes per device in host memory, as `estimate` computes them.
         disk: Bytes per device on disk, as `estimate` computes them.
         update: Seconds per step, after the gradients, in which offloaded state is copied to the device, updated and
-            copied back. They follow from the bytes of the state at the rate `host_link` in each direction, and at the
-            rate `disk` if that is given. 0 if all state stays on the device, or if the host updates the state.
+            copied back, computed from its bytes and the rates `host_link` (in each direction) and `disk` (if given). 0
+            if all state stays on the device, or if the host updates the state.
         largest_batch: Rows of the largest global batch that fits; 0 if no batch fits. None without a search.
-        blocks: What each block of the loss saves, offloads and recomputes: a scan, a function marked with
+        blocks: What each block of the loss saves, offloads and recomputes. A block is a scan, a function marked with
             `zerojax.block`, or a call of a `jax.checkpoint` or `zerojax.remat_within`. Empty for a function.
         notes: Sentences about effects that these figures leave out.
-        compiler_options: The options of XLA with which the step was compiled, by name: those of the user, or those for
-            the mesh.
+        compiler_options: The options of XLA with which the step was compiled, by name: the user's, or else the default
+            options for the mesh.
         text: The compiled program, as HLO text.
     """
 
@@ -271,8 +271,8 @@ def read_plan(
 def of_update(step: CompiledStep, achievable: Device, usable: int) -> tuple[float, tuple[str, ...]]:
     """Return the seconds in which a step updates offloaded state after its gradients, and a note on how to save some.
 
-    State crosses the link in both directions at once. Chunks that stay on the device are read and written there. The
-    note says how much more of the state the device could keep. Without such state, there are no seconds and no note.
+    State crosses the link in both directions at once. Chunks that stay on the device cross only its own memory. The
+    note says how many more bytes of the state the device could keep. Without offloaded state: `(0.0, ())`.
     """
     if (update := step.update) is None or step.estimate is None:
         return 0.0, ()
@@ -283,7 +283,7 @@ def of_update(step: CompiledStep, achievable: Device, usable: int) -> tuple[floa
     seconds = max(streamed, (step.estimate.read + step.estimate.written) / achievable.disk)
     if offload is None or offload.optimizer != "host":
         return seconds, ()
-    # The chunks in flight need memory, too, although activations are free when they do.
+    # Subtract the chunks in flight, too. This is more than needed: activations are free when the update runs.
     more = min(usable - step.peak - IN_FLIGHT * max(chunks), sum(chunks) - kept)
     if more < min(chunks):
         return seconds, ()
@@ -294,7 +294,7 @@ def of_update(step: CompiledStep, achievable: Device, usable: int) -> tuple[floa
 
 
 def memory_by_part(module: Module, analysis: Any, parts: Mapping[str, str]) -> dict[str, int]:
-    """Return bytes per device by part. Their sum equals `peak_bytes`."""
+    """Return bytes per device by part; the sum equals `peak_bytes`. `parts` names the part by an argument's prefix."""
     sizes = Counter[str](dict.fromkeys(parts.values(), 0))
     entry = module.computations[module.entries[0]].instructions
     for i in sorted((i for i in entry if i.opcode == "parameter"), key=lambda i: int(i.literal)):

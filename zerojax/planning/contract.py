@@ -37,9 +37,9 @@ class Contract:
     temporary: int  # bytes of temporary memory
     gathered: int  # elements of parameters that are gathered, counted in full tensors
     reduced: int  # elements of gradients that are reduced, counted in full tensors
-    replicated: int  # the part of `reduced` in gradients that stay replicated, which are all-reduced
+    replicated: int  # the part of `reduced` that is all-reduced, because these gradients stay replicated
     gradients: int  # elements of all gradients, each counted once; plain jit reduces these elements
-    sizes: frozenset[int]  # elements of each gradient, and elements per index of dim 0, which may be a layer of a stack
+    sizes: frozenset[int]  # elements of each gradient, and of its slices along dim 0, which may be layers of a stack
     # Whether the devices divide the rows of every microbatch, including microbatches that the loss itself makes.
     # If this is False, a sum over rows cannot be divided over the devices.
     is_even: bool
@@ -53,7 +53,7 @@ class Contract:
 def contract_of(step: Step, state: ZeroState, batch: Any, args: tuple) -> Contract:
     """Return the cost of the loss's gradient by plain jit, plus the memory and communication that the stage needs.
 
-    The shapes in `batch` have shardings.
+    `batch` has shapes with shardings.
     """
     config, plan, layout = step.config, state.plan, state.plan.layout
     loss, accumulate, mutable = step.program.loss, step.options.accumulate, abstract(state.mutable)
@@ -104,14 +104,15 @@ def is_float_leaf(leaf: Leaf) -> bool:
 
 
 def size_of(leaf: Leaf, config: Config) -> int:
-    """Return the elements of a parameter, or of one device's part along other axes that divide it (experts)."""
+    """Return the elements of a parameter. If non-data axes divide the parameter (experts), count one device's part."""
     return leaf.along_others(dict(config.data.sizes)).size
 
 
 def gathered_elements(config: Config, plan: ShardingPlan, accumulate: int) -> int:
     """Return how many elements of parameters are gathered on use, and after the update.
 
-    After the update, a parameter is gathered in full, or up to its own shard if its gradient has smaller shards.
+    After the update, a replicated parameter whose gradient is sharded is gathered in full. A sharded parameter is
+    gathered up to its own shard, if its gradient has smaller shards.
     """
     passes = 2 if config.reshard_after_forward else 1
     sharded = [leaf for leaf in plan.layout.params if is_float_leaf(leaf) and leaf.dim is not None]
@@ -129,7 +130,7 @@ def reduced_elements(config: Config, plan: ShardingPlan, accumulate: int) -> tup
     total = replicated = 0
     for param, grad in zip(trained.params, plan.grads, strict=True):
         if not is_float_leaf(param) or set(config.data.batch) <= set(axes_of(param.others)):
-            continue  # The gradient of experts on all data axes is not reduced.
+            continue  # Experts that are divided over all data axes have no gradient to reduce.
         leaf = grad if param.dim is None else param
         # In hybrid sharding each shard is also reduced across the hosts.
         over = {axis for axis in config.data.batch if axis not in axes_of(leaf.others)}
@@ -141,7 +142,7 @@ def reduced_elements(config: Config, plan: ShardingPlan, accumulate: int) -> tup
 
 
 def _hops(config: Config, leaf: Leaf) -> float:
-    """Return the elements reduced per gradient element, which is 1 unless quantised data is reduced axis by axis."""
+    """Return how many elements are reduced per gradient element: 1, unless quantised data is reduced axis by axis."""
     if codec_of(config.wire, leaf, gathers=False) is None:
         return 1
     return sum(1 / config.data.size(leaf.axes[k + 1 :]) for k in range(len(leaf.axes)))

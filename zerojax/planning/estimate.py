@@ -1,7 +1,8 @@
 """Estimate bytes per device and bytes sent, for every stage, before any array is made.
 
 The shapes of the optimizer's state come from `jax.eval_shape` of the transformation's `init`, and are sharded as in
-training. Activations depend on the model's code: `zerojax.plan` compiles the step, and knows its peak.
+training. Activations are not included, because they depend on the model's code. `zerojax.plan` compiles the step, and
+measures its peak.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class EstimateOptions(TypedDict, total=False):
-    """Options of `zero_shard`."""
+    """The options of `zero_shard` that `estimate` accepts."""
 
     precision: Precision | None
     offload: Offload | None
@@ -158,7 +159,7 @@ def mesh_axes(devices: int | str) -> dict[str, Any]:
 
 
 def config_options(options: dict[str, Any], number: float | None, stage: int) -> dict[str, Any]:
-    """Return the options of `zero_shard` for one stage. `number` is None if the shapes of the model are known."""
+    """Return options as fields of a `Config` for one stage. `number` is None if shapes are known."""
     if unknown := sorted(set(options) - set(EstimateOptions.__annotations__)):
         if unknown[0] in Tuning.__dataclass_fields__:
             raise unknown_option("estimate", unknown[0], options[unknown[0]])

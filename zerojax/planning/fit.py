@@ -34,8 +34,8 @@ from zerojax.train.fitting import DoesNotFit, largest_share
 from zerojax.train.loss import Loss
 from zerojax.units import format_bytes, format_seconds
 
-# If the layers of a model differ, the estimated peak is too high by at most this share. So compile a candidate if
-# the candidate's estimated peak exceeds the memory by less than this share.
+# An estimated peak is too high by at most this share, if the model's layers differ. So a candidate is compiled unless
+# its estimate exceeds the memory by more than this share.
 PEAK_MARGIN = 0.25
 # Costs that differ by less than this share count as equal, because the estimates are not more precise.
 COST_RESOLUTION = 0.02
@@ -56,7 +56,7 @@ class Candidate:
         offloaded: Bytes in host memory and on disk, per device.
         seconds: Least seconds per row of the global batch. Infinite if `peak` is only a lower bound.
         verdict: Why the candidate was or was not chosen. Empty before the search.
-        memory: As for `train_step`: `"auto"` if the layers save as many activations as fit.
+        memory: As for `train_step`: `"auto"` if the layers save as many activations as fit, otherwise None.
     """
 
     devices: int
@@ -169,15 +169,15 @@ class GradientCost:
     activations: int  # bytes of temporary memory and of one device's rows
     gathered: int  # bytes of parameters that are gathered at the same time
     kernels: tuple[Kernel, ...]
-    blocks: Blocks | None = None  # the blocks of the loss, if they save as little as possible in the program
+    blocks: Blocks | None = None  # with `recompute`, the blocks of the loss, which save as little as possible
 
     def seconds(self, device: Device) -> float:
         return sum(kernel.times * kernel.seconds(device) for kernel in self.kernels)
 
     def saved(self, room: float, device: Device) -> tuple[int, float]:
-        """Return how many more bytes the blocks save if they may take `room` bytes, and the seconds that this spares.
+        """Return how many bytes of `room` the blocks fill with saved values, and the seconds that this spares.
 
-        The seconds are those of the products that the backward pass then does not repeat.
+        The seconds are estimated from the FLOPs that the backward pass then does not repeat.
         """
         blocks = self.blocks
         assert blocks is not None, "the loss recomputes"
@@ -191,9 +191,9 @@ class GradientCost:
 class PlainGradient:
     """The gradient of a loss by plain jit on one device, with full parameters and one device's rows.
 
-    The temporary memory of this program is the memory of activations per device, on any number of devices. It includes
-    the effects of remat and loops, but not the gradients, which are results of the program. The program is smaller than
-    a step, and is compiled once for stages 0 to 2 and once for stage 3.
+    The temporary memory of this program is the memory of activations per device, on any number of devices. Remat and
+    loops are taken into account. Gradients are not included, because they are results of the program. The program is
+    smaller than a step, and is compiled once for stages 0 to 2 and once for stage 3.
     """
 
     def __init__(self, loss: Loss, args: tuple, gpu: str | None, *, recompute: bool = False):
@@ -207,8 +207,8 @@ class PlainGradient:
     def cost(self, config: Config, layout: Layout, rows: Any) -> GradientCost:
         """Return the cost at the stage of `config`. `rows` has the shapes of the rows that one device has at a time.
 
-        Stages and meshes that accumulate the same gradients share one program, and those that shard the same dims one
-        trace.
+        A program is used again if the same gradients are added to inputs (see `plain_gradient`), and a trace if the
+        same dims are sharded.
         """
         types = tuple((x.shape, x.dtype) for x in jax.tree.leaves(rows))
         traced = layout.compute, layout.trained, tuple((leaf.kind, leaf.dim) for leaf in layout.params), types

@@ -32,7 +32,7 @@ UNEVEN_ROWS = (
 
 
 class FitOptions(TypedDict, total=False):
-    """Rows of the batch to try, whether layers may recompute activations, the loss's options, and the GPU's figures."""
+    """Further options of `plan.fit`, whose docstring describes them."""
 
     rows: int | Sequence[int] | None
     recompute: bool
@@ -58,11 +58,11 @@ class Planner:
     ) -> Plan:
         """Compile a step for GPUs that this machine need not have, and return its memory and time. Nothing is run.
 
-        A `Plan` has memory and time. It is not a `ShardingPlan`, the type of `ZeroState.plan`, which has shardings.
+        A `Plan` has memory and time. The attribute `plan` of a `ZeroState` is something else: a `ShardingPlan`.
 
         Args:
             step: A step of `tx.train_step`, on any mesh. Or a jitted function `f(state, batch, *args)`, whose arguments
-                keep their `PartitionSpec`s, on a mesh of as many devices.
+                are on a mesh with the topology's number of devices, and keep their `PartitionSpec`s.
             state: The state, or its shapes. The parameters and optimizer state of a `ZeroState` are sharded again for
                 the GPUs.
             batch: The global batch; shapes are enough. For a step, all leaves have the same number of rows.
@@ -216,14 +216,14 @@ def as_sequence(given: Any) -> Sequence[Any]:
 
 
 def largest_that_fits(peak: Callable[[int], float], usable: float, *, start: int) -> int:
-    """Return the largest round count whose peak is at most `usable`. `round_down` says which counts are round.
+    """Return the largest count whose peak is at most `usable`, or 0 if a count of 1 does not fit.
 
-    Peaks are almost linear in round counts. At other counts, peaks jump because the compiler pads. So the next guess
-    is where the line through the two peaks nearest to `usable` meets `usable`. The search ends when two neighbouring
-    round counts are compiled, and one fits and the other does not.
+    Guesses are rounded to five significant bits (`round_down`), because the compiler pads other counts, and their peaks
+    jump. At round counts, peaks are almost linear, so the next guess is where the line through the two peaks nearest to
+    `usable` reaches `usable`. The search ends at two neighbouring round counts of which only the smaller fits.
 
-    `peak` compiles for a count of at least 1, and returns the peak bytes. `start` is the first guess, and need not be
-    round. The result is 0 if a count of 1 does not fit.
+    `peak(count)` compiles for a count of at least 1, and returns the peak bytes. `start` is the first guess, which need
+    not be round.
     """
     peaks: dict[int, float] = {}
     fits, exceeds, guess = 0, None, start

@@ -51,7 +51,7 @@ class PlainState(NamedTuple):
 
 
 class Rounding(NamedTuple):
-    """A perturbation of gradients by `unit` times their largest magnitude, with signs that `key` draws. 0: none."""
+    """A perturbation of gradients as by rounding: `unit` times their largest magnitude, with signs drawn by `key`."""
 
     unit: Any
     key: Any
@@ -72,7 +72,7 @@ class PlainStep:
 
     program: StepProgram
     layout: Layout
-    axes: tuple[str, ...] = ()  # mesh axes that the loss may name, in device view, which are bound with size 1
+    axes: tuple[str, ...] = ()  # in device view, the mesh axes that the loss may name; they are bound with size 1
 
     def init(self, params: PyTree, mutable: PyTree = None) -> PlainState:
         leaves = [jnp.asarray(x) for x in jax.tree.leaves(params)]
@@ -105,7 +105,7 @@ class PlainStep:
     ) -> tuple[PlainState, dict]:
         """Return the next state and a dict with `loss`, `gradient` and `aux`. Callers jit this method.
 
-        `rounding` perturbs the gradients that the optimizer gets, but not those in the dict.
+        `rounding` perturbs the gradients that the optimizer gets, but not the gradient in the dict.
         """
         config, trained = self.program.config, self.layout.trained_only()
         scale = state.scaling.scale

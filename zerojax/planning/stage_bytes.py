@@ -32,7 +32,7 @@ HOST = "host"  # the mesh axis of the hosts, if a topology has several
 class StageEstimate:
     """The bytes per device of one stage on a number of devices.
 
-    Gradients of the backward pass are full until they are reduced at stages 0 to 2, and include sums over microbatches.
+    `backward` includes sums over microbatches. At stages 0 to 2, gradients are full until they are reduced.
     """
 
     stage: int  # ZeRO stage
@@ -47,7 +47,7 @@ class StageEstimate:
     sent: float  # bytes that a device sends per step, and receives
     across: float | None  # the part of `sent` in collectives over several hosts. None if the hosts are unknown
     backward: int  # gradients during the backward pass
-    update: int  # gradients in the optimizer's type, and equally many bytes for the updates
+    update: int  # gradients in the optimizer's type, and without an offload, as many bytes of updates
     read: int = 0  # bytes that a step reads from disk, at most
     written: int = 0  # bytes that a step writes to disk
 
@@ -101,7 +101,7 @@ def estimate_stage(config: Config, plan: ShardingPlan, accumulate: int) -> Stage
 
 
 def disk_bytes(config: Config, plan: ShardingPlan, accumulate: int) -> tuple[int, int, int, int]:
-    """Return bytes per device of parameters and gradients on disk, and those that a step reads and writes of them.
+    """Return bytes per device: of parameters on disk, of gradients on disk, and that a step reads and writes of both.
 
     The bytes read are an upper bound: the backward pass does not read the last block of the forward pass again.
     """
@@ -158,14 +158,14 @@ def gathered_bytes(config: Config, layout: Layout) -> int:
 def sent_bytes(config: Config, layout: Layout, accumulate: int, whole: Layout) -> dict[tuple[str, ...], float]:
     """Return bytes that a device sends per step, by mesh axes.
 
-    `layout` is the part of the layout `whole` along other axes. Nothing of a leaf is sent over the other axes in
-    `whole`, over which the leaf stays divided.
+    `whole` is the layout on the entire mesh, and `layout` is restricted to one index of the non-data axes. Over the
+    axes that divide a leaf in `whole` but not in `layout` (experts), nothing of the leaf is sent.
 
     Reductions send the reduce type, and gathers send the compute type. Over N devices, each device sends `(N - 1) / N`
     of the logical bytes. Stages 0 and 1 reduce once and gather once. Stage 2 reduces once per microbatch. Stage 3
-    gathers twice and reduces once per microbatch. In hybrid sharding, shards are also all-reduced over the other axes,
-    once per step. If these axes divide gradients further, shards are reduce-scattered over them instead, and gathered
-    after the update. Quantised payloads include scales and padding, and count for each hop.
+    gathers twice and reduces once per microbatch. In hybrid sharding, shards are also all-reduced over the remaining
+    data axes, once per step. If these axes divide gradients further, shards are reduce-scattered over them, and
+    gathered after the update. Quantised payloads include scales and padding, and count for each hop.
     """
     data = config.data
     sent: dict[tuple[str, ...], float] = defaultdict(float)
