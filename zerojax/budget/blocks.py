@@ -54,10 +54,10 @@ class UsersBlock(NamedTuple):
 
 
 class Blocks:
-    """The blocks of one loss. Of several blocks with equal jaxprs, only the first is analysed.
+    """The blocks of one loss, as found by the latest call of a function from `rematerialised` or `observed`.
 
-    The latest call of a function made by `rematerialised` or `observed` has found them. Those in `decided` stay as they
-    are, because the user has decided what they save.
+    Blocks in `decided` stay as they are, because the user has decided what they save. Of several blocks with equal
+    jaxprs, only the first is analysed.
     """
 
     def __init__(self):
@@ -67,11 +67,11 @@ class Blocks:
         self._choices: dict[tuple[int, bool, float], Choice] = {}
 
     def choice(self, block: Block, share: float) -> Choice:
-        """Return the values that a block saves with a share.
+        """Return the values that a block saves if it may save `share` of its bytes.
 
         With share 0, these are the results of collectives. With share 1, these are all values that the backward pass
-        reads. Any other share is one of the bytes of `Graph.kept`, because XLA computes elementwise functions of saved
-        values again. It does not do so in another loop, so the share of a loop is one of `Graph.bytes`.
+        reads. In between, it is the share of `Graph.kept`, because XLA recomputes elementwise functions of saved values
+        by itself. From one loop to another XLA cannot, so for a loop it is the share of `Graph.bytes`.
         """
         key = id(block.graph), block.is_loop, share
         if key not in self._choices:
@@ -87,12 +87,12 @@ class Blocks:
     def held_bytes(self, share: float) -> int:
         """Return the bytes of the blocks' values at the beginning of the backward pass, counted over all devices.
 
-        These are the values that all calls have saved, and the values that the backward pass of one block computes:
-        those that it recomputes, and cotangents. They are counted for the block that computes the most bytes.
+        These are the values that all calls have saved, plus what the backward pass of one call computes: recomputed
+        values and cotangents. The call that computes the most bytes counts.
         """
         held = most = 0
         for block in self.found:
-            # XLA does not change what the iterations of a loop save.
+            # With share 1, XLA keeps less outside of loops: it recomputes elementwise functions by itself.
             whole = share == 1 and not block.is_loop
             saved = block.graph.kept if whole else self.choice(block, share).saved_bytes
             held += block.calls * (block.inputs + saved)
@@ -102,9 +102,9 @@ class Blocks:
     def _computed(self, block: Block, saved: int) -> int:
         """Estimate the bytes that the backward pass of a call has in memory in addition to the saved values.
 
-        These are the cotangent that the next block has computed, and either the values that are recomputed or the
-        largest cotangent: most recomputed values are freed before it is computed. A loop also copies the values of one
-        iteration out of their stacks.
+        These are the cotangent from the next block (as large as the inputs), and the recomputed values or the largest
+        cotangent, whichever is larger: most recomputed values are freed before the largest cotangent is computed. A
+        loop also copies the saved values of one iteration out of their stacks.
         """
         graph = block.graph
         return block.inputs + max(graph.kept - saved, graph.largest) + (min(saved, graph.kept) if block.is_loop else 0)
@@ -153,10 +153,10 @@ class Blocks:
         return jaxpr, consts, arrays, jax.tree.structure(shapes)
 
     def _find(self, jaxpr: Any, calls: int, active: Sequence, data: Sequence) -> Iterator[Block | UsersBlock]:
-        """Yield the blocks of a jaxpr that runs `calls` times, and that have cotangents.
+        """Yield the blocks of a jaxpr that runs `calls` times.
 
-        `active` has the arguments that are differentiated, and `data` those that depend on the batch. Other blocks,
-        such as a scan over data alone, save nothing.
+        `active` has the arguments that are differentiated, and `data` those that depend on the batch. Blocks without
+        cotangents, such as a scan over data alone, save nothing and are left out.
         """
         passes_on = lambda eqn, reads: eqn.outvars if reads and eqn.primitive.name != "stop_gradient" else ()
         moved = jaxprs.dependent_on(active, jaxpr.eqns, passes_on)
@@ -220,8 +220,8 @@ def _opened_body(eqn: Any) -> tuple[Any, Sequence]:
 def part_of_loss(eqn: Any) -> tuple[type | None, Any]:
     """Return whether an equation is a `Block`, a `UsersBlock` or neither, and the open jaxpr inside it.
 
-    If it is neither, the jaxpr is that of a call that may be inlined, because it constrains no sharding. Otherwise the
-    jaxpr is None. Blocks with refs cannot be described.
+    For neither, the jaxpr is that of a call that can be inlined, or None. A call that constrains shardings cannot be
+    inlined. A block with refs counts as neither, because `BlockMemory` cannot describe it.
     """
     if compat.is_remat(eqn):
         inputs = list(dict.fromkeys(jaxprs.variables_in(eqn.invars)))
@@ -303,7 +303,7 @@ def _figures(jaxpr: Any) -> tuple[int, ...]:
     """Describe a block by its backward pass, with and without its `jax.checkpoint`.
 
     The result has the bytes saved on the device, the bytes saved in host memory, the bytes that the backward pass
-    reads, the FLOPs that it repeats, and the FLOPs of all values that it reads.
+    reads, the FLOPs that the backward pass repeats, and the FLOPs of all values that it reads.
     """
     whole, avals = without_consts(jaxpr)
     own = functools.partial(jaxprs.inline_calls, whole, ())

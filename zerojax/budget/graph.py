@@ -2,8 +2,8 @@
 
 An integer program minimises recomputation. Every equation is recomputed or not, and every named value is saved or not.
 Each residual, and each value that a recomputed equation reads, must be saved or recomputed. Collectives are never
-recomputed. Without the budget this is a minimum cut, whose relaxation is integral. The budget adds one knapsack
-constraint, so that the solver needs few branches.
+recomputed. Without the budget this is a minimum cut, whose relaxation is integral. The budget adds only one knapsack
+constraint, so the solver needs few branches.
 
 References:
     Jain et al. 2020, arXiv 1910.02653 (Checkmate): rematerialisation as an integer program.
@@ -37,12 +37,12 @@ _FREE = frozenset(
 )
 # FLOPs of the Threefry rounds per 32-bit word of random bits.
 _RANDOM_BITS = 100
-# The sum of all costs in the objective. The solver ends its search within 1e-6 of the least objective, so that a larger
-# budget never repeats more FLOPs. A relative gap of 0.1%, which was used before, may be a small product.
+# Costs are scaled to this sum. The solver stops within 1e-6 of the least objective, so that a larger budget never
+# repeats more FLOPs. A relative gap of 0.1% was rejected, because it may be as much as a small product.
 _ALL = 1e6
-# The price of a saved byte in FLOPs, because the byte is written and read. So no copies of a saved value in another
-# shape or type are saved. A larger budget still never repeats more FLOPs: if its choice saves more than a smaller
-# budget allows, it repeats fewer FLOPs to be worth the price. Otherwise it is a choice of the smaller budget, too.
+# The price of a saved byte in FLOPs, because the byte is written and read. Without a price, copies of a saved value in
+# another shape or type could be saved, too. A larger budget still never repeats more FLOPs: saving more than a smaller
+# budget allows is only worth the price if fewer FLOPs are repeated.
 _PRICE = 0.2
 # The limit on the solver's branches. A limit on time would give different choices on different machines.
 _BRANCHES = 5000
@@ -76,8 +76,8 @@ class Graph:
     values: tuple[Value, ...]  # the values that can be saved
     residuals: tuple[int, ...]  # the indices of the equations whose results the backward pass reads
     bytes: int  # the size of all values that the backward pass reads, without the block's arguments
-    # The size of the values that XLA keeps if nothing is recomputed on purpose. It keeps operands and results of
-    # products, and computes elementwise functions of them again inside of the kernels that read them.
+    # The size of the values that XLA keeps if nothing is recomputed on purpose. XLA keeps operands and results of
+    # products, and recomputes elementwise functions of them in the kernels that read these.
     kept: int
     largest: int  # the size of the largest value
 
@@ -96,7 +96,7 @@ def run_named(jaxpr: Any, consts: Sequence, *args: Any) -> list:
         if compat.called(eqn) is not None:
             return jaxprs.evaluate_call(eqn, values, rule)
         if jaxprs.facts(eqn).kind is Kind.DEBUG:
-            # Under these names the operands count as saved, so that the backward pass does not call back again.
+            # The operands of a callback get this name to count as saved. So the backward pass does not call back again.
             values = [checkpoint_name(x, CALLED_BACK) for x in values]
         results = compat.evaluate_one(eqn, values)
         return [name(x, var) for x, var in zip(results, eqn.outvars, strict=True)]
@@ -153,14 +153,14 @@ def _in_memory(jaxpr: Any) -> set:
         if facts.is_view and not compat.is_literal(eqn.invars[0]):
             same[eqn.outvars[0]] = same.get(eqn.invars[0], eqn.invars[0])
         elif not (facts.elementwise or facts.kind is Kind.JOIN or _is_form(eqn)):
-            # XLA computes the operands of reductions inside of their kernels.
+            # XLA computes the operands of a reduction inside of its kernel.
             operands = () if facts.kind is Kind.REDUCTION else jaxprs.variables_in(eqn.invars)
             found |= {same.get(var, var) for var in operands} | set(eqn.outvars)
     return found
 
 
 def _bytes_kept(eqns: Sequence, wanted: set[int], read_by: Sequence[set[int]], in_memory: set) -> int:
-    """Return the bytes of the equations' results from which XLA computes the wanted results."""
+    """Return the bytes of the results in memory from which XLA computes the wanted results."""
     total, seen, pending = 0, set[int](), [*wanted]
     while pending:
         i = pending.pop()

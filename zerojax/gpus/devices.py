@@ -54,7 +54,7 @@ LINKS = {
 PRODUCTS = {"a100-80": 271.2 / 312, "b200": 1745 / 2250, "h100": 794.5 / 989, "h200": 794.5 / 989}
 LINK_SHARE = 0.8
 SLOWDOWN = 0.35
-EXCESS = 1.05  # clocks above the data sheet's are no reason to refuse a measurement
+EXCESS = 1.05  # a measurement may exceed the peak by this factor, because clocks may exceed the data sheet's
 MEASURE = "Write the file with `zerojax doctor --json` on a machine with the GPUs"
 
 
@@ -106,10 +106,11 @@ def absent_mesh(topology: str, *, axes: tuple[str, ...] = ("data",)) -> Mesh:
 
 
 def absent_mesh_like(mesh: Mesh | AbstractMesh, topology: str, *, axes: tuple[str, ...]) -> Mesh:
-    """Return a mesh of GPUs that this machine does not have, with the axes of `mesh`, of which `axes` divide the batch.
+    """Return a mesh of GPUs that this machine does not have, with the axes of `mesh`.
 
-    If `axes` are two, the first is resized to the number of hosts, and the second to the GPUs left in a host. Otherwise
-    the first is resized to fit all GPUs. All other axes keep their sizes.
+    `axes` are those that divide the batch. If they are two, the first gets the number of hosts as its size, and the
+    second the GPUs that are left in a host. Otherwise the first is resized to fit all GPUs. All other axes keep their
+    sizes.
     """
     devices = absent_mesh(topology).devices.flatten()
     sizes, resized = dict(mesh.shape), axes if len(axes) == 2 else axes[:1]
@@ -145,7 +146,7 @@ def target_config(kind: str) -> str:
 
 @functools.cache
 def _devices(topology: Topology) -> list:
-    """Return descriptions of the topology's devices. Cache them, because JAX returns unequal devices in each call."""
+    """Return descriptions of the topology's devices. Cached, because each call of JAX returns unequal devices."""
     try:
         description = topologies.get_topology_desc(
             platform="cuda",
@@ -218,8 +219,9 @@ class Device:
     def ring_bandwidth(self, group: Sequence[int]) -> float:
         """Return the bytes per second that each device of a group sends over a ring.
 
-        The ring enters and leaves a host once for each device of the group in that host, through this device's network
-        adapter. `group` has the devices' numbers in the mesh, where the devices of one host have adjacent numbers.
+        Between hosts, the data is spread over the network adapters of the group's devices in a host. So the host with
+        the fewest of these devices is the slowest. `group` has the devices' numbers in the mesh, where the devices of
+        one host have adjacent numbers.
         """
         in_host = Counter(device // self.per_host for device in group)
         if len(in_host) <= 1:
@@ -229,7 +231,7 @@ class Device:
 
 @dataclasses.dataclass(frozen=True)
 class Rates:
-    """What one GPU achieves. A figure that is not given is None, and its usual share of the peak rate counts."""
+    """The achievable rates of one GPU. If a rate is None, the usual share of the peak rate counts instead."""
 
     device: str = ""  # the GPU, as JAX calls it, such as `"NVIDIA H200"`; empty: the GPU of the topology
     # FLOP/s of matrix products, by the HLO type of the operands, such as `"bf16"`

@@ -1,6 +1,6 @@
 """List the collectives of a compiled program, with their kinds, arrays and bytes, and how often each executes.
 
-`pieces` separates collectives that XLA has combined, by operation.
+XLA combines collectives of several operations. `pieces` separates them again.
 """
 
 import itertools
@@ -30,7 +30,7 @@ KINDS = (
 )
 # A piece of at most this many elements per operation counts as free. Losses, norms and counts are below this size.
 FREE = 64
-_NESTED = "\0"  # marks the place of a label in a name
+_NESTED = "\0"  # stands for a label while a name is split
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ class Collective:
         kind: One of `KINDS`. A start and its done are one collective.
         arrays: The arrays that the collective moves, in full shapes: the shape before a scatter, or after a gather.
             XLA may combine several tensors into one collective.
-        group: The devices of the first group that communicates, by their number in the mesh. For a permute, the devices
-            that its pairs name.
+        group: The devices of the first group that communicates, as numbers in the mesh. For a permute, all devices in
+            its pairs.
         times: How often one run of the program executes the collective. None: the collective is in a loop whose trip
             count the program does not fix.
         times_if_once: How often one run executes the collective if each such loop has one iteration.
@@ -195,7 +195,7 @@ class CompiledCollectives(tuple[Collective, ...]):
 def collectives(compiled: Any) -> CompiledCollectives:
     """List every collective of a compiled program, with the arrays that it moves and how often it executes.
 
-    Loops, calls, fusions and asynchronous computations around a collective decide how often it executes:
+    How often follows from the loops, calls, fusions and asynchronous computations around the collective:
 
     - The trip count of a loop is the number that XLA wrote into the program. Without this number, it is unknown.
     - Every branch of a conditional counts as executed.
@@ -258,7 +258,7 @@ def leaves_in(op_name: str) -> str:
 
 
 def lines_of_model(frames: Sequence[str]) -> list[str]:
-    """Return the frames that are in the user's model. Leave out frames that are also on the current call stack."""
+    """Return the frames in the user's model, without frames of the script that calls zerojax now."""
     callers = {f"{frame.f_code.co_filename}:{number}" for frame, number in traceback.walk_stack(None)}
     return [frame for frame in frames if compat.is_users(frame) and frame.rsplit(" in ", 1)[0] not in callers]
 

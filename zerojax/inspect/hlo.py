@@ -18,7 +18,7 @@ _CALLEES = re.compile(
     r"\b(calls|to_apply|body|condition|true_computation|false_computation|branch_computations"
     r"|called_computations)=(\{[^}]*\}|%?[\w.\-]+)"
 )
-# Other instructions also name computations, such as the sum of an all-reduce, but do not run them as programs.
+# Instructions that run the computations they name. Others only refer to one, such as the sum of an all-reduce.
 _CALLERS = frozenset({"fusion", "call", "while", "conditional", "custom-call"})
 _ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,<=? ]*)\]")
 _TRIP_COUNT = re.compile(r'"known_trip_count":\s*\{\s*"n":\s*"?(\d+)')
@@ -88,7 +88,7 @@ class Instruction(NamedTuple):
 
     @property
     def attributes(self) -> str:
-        """Return the text after the operands, without metadata and backend config, where any text may occur."""
+        """Return the text after the operands, without metadata and backend config, which may contain any text."""
         return self.rest[len(self.literal) :].partition(", metadata={")[0].partition(", backend_config=")[0]
 
     @property

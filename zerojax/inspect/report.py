@@ -1,6 +1,6 @@
 """Count the bytes of a state's arrays on each device, and print a table of its parts and leaves.
 
-The plan of each leaf is known for a `ZeroState`, or from a transformation and parameters.
+If the `ShardingPlan` of the state is known, the table also says why a leaf is not sharded or not placed as planned.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Row:
     keys: tuple[str, ...]  # the leaf's path in the report: its part, or "master", then one key per level
     shape: tuple[int, ...]  # the logical shape if it is known, otherwise the storage shape
     dtype: Any  # element type
-    # For `"device"`, `"host"` or `"disk"`, the bytes of each device there, with padding. The first is the leaf's place.
-    # `Offload(device_bytes=)` keeps chunks of an offloaded leaf on the device.
+    # The bytes of each device, with padding, in `"device"`, `"host"` or `"disk"` memory. The first key is the leaf's
+    # own place. With `Offload(device_bytes=)`, an offloaded leaf also has chunks on the device.
     stored: dict[str, dict[jax.Device, int]]
     sharding: str  # the `PartitionSpec` and the memory kind. A sharding without a spec is described in words
     note: str  # why the leaf is replicated or flat, or how it is padded. Empty for a sharded leaf without padding
@@ -72,7 +72,7 @@ class Report:
 
     @property
     def host(self) -> dict[str, int]:
-        """Return, for each part offloaded to host memory, the bytes of the device with the most bytes there."""
+        """Return, for each part offloaded to host memory, the bytes there of the device that has the most there."""
         return self._by_part("host")
 
     @property
@@ -248,7 +248,7 @@ Planned = dict[str, tuple[Leaf, str]]
 
 
 def plan_and_data(state: Any, tx: Any = None) -> tuple[Planned, tuple[str, ...]]:
-    """Return the plan of the leaves of a tree, which is empty if it is not known, and the axes that divide the batch.
+    """Return the planned layout of each leaf of a tree, or an empty dict, and the axes that divide the batch.
 
     `state` is a `ZeroState`, a Flax `TrainState`, or a mapping with `params` and `opt_state`. With `tx`, it may also be
     parameters or an optimizer state.
@@ -277,7 +277,10 @@ def plan_and_data(state: Any, tx: Any = None) -> tuple[Planned, tuple[str, ...]]
 def of_plan(
     plan: ShardingPlan, *, params: str | None = None, opt_state: str | None = None
 ) -> tuple[Planned, tuple[str, ...]]:
-    """Index the leaves of a plan by their paths in a tree, which has parameters and optimizer state at these paths."""
+    """Return a plan's leaves by path, and the axes that divide the batch.
+
+    `params` and `opt_state` are the paths of these two trees in the state. A tree whose path is None is left out.
+    """
     found: Planned = {}
     for i, leaf in enumerate(plan.layout.params if params is not None else ()):
         why = plan.layout.why_not_trained(i)
@@ -298,7 +301,7 @@ def note_from_layout(leaf: Leaf) -> str:
 
 
 def bytes_by_place(rows: Sequence[Row]) -> dict[str, int]:
-    """Return the bytes of the device with the most bytes in each place."""
+    """Return, for each place, the bytes of the device that has the most bytes there."""
     totals: dict[str, Counter] = {place: Counter() for place in TITLES}
     for row in rows:
         for place, sizes in row.stored.items():

@@ -21,7 +21,7 @@ from zerojax.inspect.hlo import HloArray, HloComputation, Instruction, Module, r
 HIGHEST = "f32 highest"
 CONTROL = frozenset({"while", "conditional", "call", "async-start"})
 _NAMES = "parameter constant tuple get-tuple-element bitcast after-all partition-id replica-id optimization-barrier"
-# Instructions that are no kernels, because they take no time on the compute stream.
+# Instructions that take no time on the compute stream, and so do not count as kernels.
 NO_KERNELS = frozenset({*CONTROL, *_NAMES.split(), *(kind + part for kind in KINDS for part in ("", "-start"))})
 FUSIONS = frozenset({"fusion", "fusion-start"})
 SLICES = frozenset({"slice", "dynamic-slice", "gather"})
@@ -96,7 +96,7 @@ def collective_seconds(c: Collective, device: Device) -> float:
 
 
 def is_kernel(module: Module, i: Instruction) -> bool:
-    """Return whether an instruction, or the start of an asynchronous one, is a kernel. Fused collectives are not."""
+    """Return whether an instruction is a kernel. Fused collectives and the ends of asynchronous ones are not."""
     if i.opcode in NO_KERNELS or i.opcode.endswith(("-update", "-done")):
         return False
     fused = module.callee(i) if i.opcode in FUSIONS else None
@@ -163,7 +163,7 @@ def _traffic(module: Module, c: HloComputation, i: Instruction) -> int:
     if i.opcode in UPDATES:
         return 2 * _update_bytes(c, i)
     if i.opcode.endswith("-start") and i.opcode not in FUSIONS:
-        return i.bytes  # the shape lists operands, results and a context of 4 bytes
+        return i.bytes  # includes the operands: the shape lists operands, results and a context of 4 bytes
     if i.opcode not in FUSIONS:
         return sum(c.by_name[name].bytes for name in i.operands if name in c.by_name) + i.bytes
     fused = module.callee(i)

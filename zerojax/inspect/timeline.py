@@ -95,14 +95,14 @@ class Timeline:
     kernels: dict[str, Kernel]
     spans: list[Span] = field(default_factory=list)  # kernels, stalls and collectives, in schedule order
     loops: list[LoopSpan] = field(default_factory=list)
-    # Seconds that kernels wait for collectives, by the collectives' leaves and lines, and by which products take longer
-    # because collectives run, in all iterations of loops. A loop of unknown trip count counts as one iteration.
+    # Seconds in all iterations of loops (one, if the trip count is unknown). `waits`: in which kernels wait, by leaf or
+    # line of the awaited collective. `slowed`: by which products take longer because collectives run.
     waits: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     slowed: float = 0.0
     times: int = 1  # how often the computation that is simulated runs
     now: float = 0.0  # the time that the compute stream has reached
     link_free: float = 0.0  # when the last collective completes
-    unslowed: float = 0.0  # until then, collectives slow no product
+    unslowed: float = 0.0  # the time until which collectives slow no product, because they began before a loop
 
     @property
     def seconds(self) -> float:
@@ -158,7 +158,7 @@ class Timeline:
         kernel = self.kernels[i.name]
         kind = "kernel" if not kernel.operations else "backward" if "transpose(" in i.op_name else "forward"
         seconds, slowdown = kernel.seconds(self.device), self.device.slowdown if kernel.operations else 0.0
-        # A collective starts when it is issued or when the one before it ends, so the link is busy without a gap.
+        # Each collective begins when it is issued or the previous one ends. So the link is busy until `link_free`.
         begin = max(self.now, self.unslowed)
         busy, work = max(0.0, self.link_free - begin), max(0.0, seconds - (begin - self.now))
         slowed = slowdown * min(work, busy / (1 + slowdown))
