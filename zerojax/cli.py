@@ -239,9 +239,9 @@ def doctor(
 ) -> None:
     """Check versions, devices, bandwidths, and whether offloading is correct on this machine.
 
-    It also prints the number of tokens per step, for each TFLOP/s of the devices, below which a disk limits a step with
-    parameters on disk. With --json, it prints the measured rates, too, for `zerojax plan --rates FILE`. The exit status
-    is 1 if a check fails.
+    It also prints how many tokens per step, for each TFLOP/s of the devices, a step with parameters on disk must have
+    so that the disk is not the limit. With --json, it prints the measured rates, too, for `zerojax plan --rates FILE`.
+    The exit status is 1 if a check fails.
     """
     findings = []
     with errors_in_one_line(as_json, on_cpu=False):

@@ -170,7 +170,7 @@ def reached(start: Iterable, following: Callable[[Any], Iterable]) -> dict:
 
 
 def makers(eqns: Iterable) -> dict:
-    """Return the equation that computes each variable."""
+    """Map each variable to the equation that computes it."""
     return {var: eqn for eqn in eqns for var in eqn.outvars}
 
 
@@ -284,7 +284,7 @@ def split_arrays(args: Sequence) -> tuple[list, Callable]:
 
 
 def alike_args(args: Sequence, differing: Collection[int]) -> list[bool]:
-    """Return, for each array in `args`, whether all devices have equal values. Integers may be keys, which differ."""
+    """Return, for each array in `args`, whether all devices have equal values. False for integers: they may be keys."""
     return [
         i not in differing and jnp.issubdtype(x.dtype, jnp.inexact)
         for i, arg in enumerate(args)

@@ -157,8 +157,8 @@ class TreeTransformation(optax.GradientTransformationExtraArgs):
         Returns:
             `step(params, batch, *args, **keywords)`, which returns the result of `fn`. `params` are logical or in
             storage, such as `state.params`. `fn` sees them in the types that a loss sees. If the devices cannot divide
-            the rows, as in the last batch of an epoch, each computes all of them. A loop over tokens, or a loss with a
-            teacher model, may call `step`. In a scan, parameters that all iterations use are gathered before it.
+            the rows, as in the last batch of an epoch, each device computes all rows. A loop over tokens, or a loss
+            with a teacher model, may call `step`. Parameters that all iterations of a scan use are gathered before it.
         """
         from zerojax.train.eval_step import eval_step
 

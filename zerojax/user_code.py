@@ -25,7 +25,7 @@ PRESETS = ("fp32", "bf16", "fp16")  # the presets of `Precision`
 
 
 def load_object(text: str) -> Any:
-    """Load an object by text such as `"model.py:make_model"`, which has a file and a name that the file defines."""
+    """Load the object that text such as `"model.py:make_model"` names: a file, and a name that the file defines."""
     if not REFERENCE.fullmatch(text):
         raise ValueError(f"{text!r} is not understood. Give FILE.py:NAME, such as model.py:make_model.")
     path, name = split_reference(text)
@@ -93,7 +93,7 @@ def call_user_code(make: Callable[[], Any], what: str, how: str = "fails") -> An
 
 
 def load_program(text: str, options: Sequence[str]) -> tuple:
-    """Run a file, and call a function in it that returns a step and its arguments, such as `"train.py:make_step"`."""
+    """Call the function that text such as `"train.py:make_step"` names. Return its results: a step and arguments."""
     path, name = split_reference(text)
     with running(path, options):
         made = call_user_code(load_from_file(path, name), f"{name} of {path}")

@@ -207,7 +207,7 @@ class ZeroTransformation(TreeTransformation):
                 Keep PRNG keys out of it in device view or with microbatches: only keys in `*args` are folded.
             skip_nonfinite: Whether a step whose gradient norm is not finite leaves the state unchanged, bit for bit.
                 Always on with a loss scale.
-            max_skips: After more skipped steps in a row, the next call raises an error. Implies `skip_nonfinite`, and
+            max_skips: If more steps in a row are skipped, the next call raises an error. Implies `skip_nonfinite`, and
                 makes each call wait for the previous step. None: no limit.
             leaf_norms: Whether the metrics include norms per parameter: of its gradient and, without offload, of its
                 stored value and change; `optax.MaskedNode()` for a frozen parameter.

@@ -28,7 +28,7 @@ def check_word(name: str, value: Any, known: tuple) -> None:
 
 
 def path_of(keys: tuple) -> str:
-    """Return the path that predicates get for a leaf, which consists of the leaf's keys, separated by "/"."""
+    """Return the path of a leaf as predicates get it: the leaf's keys, separated by "/"."""
     # Drop the last key inside of an NNX Variable, so that trees with and without Variables have equal paths.
     if len(keys) > 1 and keys[-1] == jax.tree_util.GetAttrKey("value"):
         keys = keys[:-1]

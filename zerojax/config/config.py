@@ -155,7 +155,7 @@ class Config:
 
     @property
     def shared_bytes(self) -> int:
-        """Return the most logical bytes that blocks with one shared gather may gather together; 0 on CPUs.
+        """Return the most logical bytes of a gather that several blocks share; 0 on CPUs.
 
         On CPUs, sharing saves no time, because a collective starts at once. And it may take longer to compile: the
         gradient of 64 small layers took 6.0 s instead of 1.7 s with jax 0.10 (1.6 s instead of 1.8 s with jax 0.12).

@@ -128,13 +128,13 @@ class Leaf:
 
     @property
     def part_shape(self) -> tuple[int, ...]:
-        """Return the shape of one part of a shard, if the shard is divided into `further` parts."""
+        """Return the shape of one of the `further` parts of a shard."""
         if self.dim is None:
             return self.local_shape
         return replace_at(self.local_shape, self.dim, self.local_shape[self.dim] // self.further)
 
     def divided(self, axes: tuple[str, ...]) -> Leaf:
-        """Return the layout of one shard, divided as an array over those of `axes` that do not divide this leaf."""
+        """Return the layout of one shard of this leaf, as an array that is divided over the remaining `axes`."""
         rest = tuple(axis for axis in axes if axis not in self.axes)
         return dataclasses.replace(self, shape=self.local_shape, axes=rest, shards=self.further, further=1)
 

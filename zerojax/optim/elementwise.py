@@ -77,7 +77,7 @@ def refused_leaves(logical: list[tuple[int | None, Known]], flat: list[tuple[int
 
 
 def read_update(tx, trained: Layout, state, param_of, changed: Mapping[int, tuple]) -> list[tuple[int | None, Known]]:
-    """Trace `tx.update` with `changed` shapes. For each output, return the leaf that it mirrors, and its properties."""
+    """Trace `tx.update` with `changed` shapes. Return, for each output, the leaf it mirrors, and its properties."""
     parts, (leaves, tree) = trained.grads, jax.tree.flatten(state)
     seen = [jax.ShapeDtypeStruct(changed.get(i, part.shape), part.dtype) for i, part in enumerate(parts)]
     params = jax.tree.unflatten(trained.treedef, seen)
@@ -169,7 +169,7 @@ def stays_zero(eqn, values: list[Known]) -> bool:
 
 
 def is_by_element(eqn) -> bool:
-    """Return whether an equation computes element by element. A bitcast does only if it keeps the shape: check this."""
+    """Return whether an equation computes element by element. Callers must check that a bitcast keeps the shape."""
     return jaxprs.facts(eqn).elementwise or eqn.primitive.name in ("optimization_barrier", "bitcast_convert_type")
 
 

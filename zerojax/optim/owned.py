@@ -275,7 +275,7 @@ class Costs:
         return outs
 
     def _loop(self, loop: compat.LoopEqn, dims: list[int | None]) -> list[int | None]:
-        """Follow the dim through a loop, which must not move it in a carry, or scan over it."""
+        """Follow the dim through a loop. Raise a `LostError` if the loop moves the dim in a carry, or scans over it."""
         sliced = loop.consts + loop.carry
         inside = dims[:sliced] + [None if d is None else d - 1 for d in dims[sliced:]]
         if -1 in inside:

@@ -109,7 +109,7 @@ class PlannedUpdate:
 
     @functools.cached_property
     def units(self) -> dict[int, Unit]:
-        """Map each offloaded leaf of the state to its unit. The largest units that fit into `1 - fraction` stay."""
+        """Map each offloaded leaf of the state to its unit. The device keeps `1 - fraction`, largest first."""
         if self.flat.config.offload is None:
             return {}
         units, sizes = self._candidates, collections.Counter[Unit]()
@@ -124,7 +124,7 @@ class PlannedUpdate:
 
     @property
     def _candidates(self) -> dict[int, Unit]:
-        """Map each leaf of the state that may be offloaded to its unit. Small leaves stay on the device."""
+        """Map each leaf of the state to its unit if offloading is allowed. Small leaves stay on the device."""
         leaves = zip(self.flat.trained.paths, shapes(self.flat.trained.grads), strict=True)
         # Leave out parameters that are scalars or empty, because Adafactor's state of them cannot be divided like them.
         covered = [bool(x.shape and x.size) and self._offload.covers(path, x) for path, x in leaves]
@@ -147,7 +147,7 @@ class PlannedUpdate:
 
     @functools.cached_property
     def _chunkings_of_params(self) -> dict[int, Chunking]:
-        """Map each parameter that is updated by a group to the chunks in which its update may be divided."""
+        """Map each parameter on disk, or with offloaded state, to the chunks into which its update may be divided."""
         (grads, state, _), most = self.flat.leaves, self._offload.chunk_bytes
         by_row = row_chunkings_of(grads, most) if self._params_on_disk else {}
         itemsizes: dict[int, int] = {}
@@ -265,7 +265,7 @@ class PlannedUpdate:
             return None
 
     def owners_in_words(self) -> str:
-        """Return one line per set of equal cores that owners compute, and per reason why they do not compute others."""
+        """Return a line per set of equal cores that owners compute, and a line per reason why others have no owners."""
         if self.has_owners is None:
             return ""
         path_of = lambda i: self.flat.leaves.grads[i].path

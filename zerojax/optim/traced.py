@@ -208,6 +208,6 @@ class OwnedCores:
 
 
 def layouts_of_item(core: Core, size: int) -> tuple[tuple[Leaf, ...], tuple[Leaf, ...]]:
-    """Return the layouts of the arrays and of the results of one item, which has `size` matrices; 0: the whole leaf."""
+    """Return the layouts of the arrays and results of one item: `size` matrices, or the whole leaf if `size` is 0."""
     one = lambda leaf: dataclasses.replace(leaf, shape=(size, *leaf.shape[1:])) if size else leaf
     return tuple(one(leaf) for _, leaf in core.arrays), tuple(one(leaf) for _, leaf in core.outs)

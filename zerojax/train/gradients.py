@@ -161,7 +161,7 @@ def gathered_passes(view: View, given: LossInputs) -> tuple[Returned, Callable]:
     whole = {*overwritten, *(i for i in comm.experts(leaves) if leaves[i].kind != "sharded")}
 
     def in_form(i: int, grad: Array | None) -> Array:
-        """Return parameter i's gradient as `gathered_passes` promises it, or zeros if the loss does not use i."""
+        """Return the gradient of parameter `i` as `gathered_passes` promises, or zeros if the loss does not use `i`."""
         x, leaf = stored[i], leaves[i]
         if i in whole:
             summed = jnp.zeros(x.shape, x.dtype) if grad is None else grad

@@ -59,7 +59,7 @@ class Loss:
     undivided: list[str] = dataclasses.field(default_factory=list, init=False, compare=False, repr=False)
 
     def returned(self, loss: Any, mutable: PyTree, aux: PyTree) -> Any:
-        """Return a loss, a mutable state and aux in the form that `fn` returns, as one value or as a tuple."""
+        """Combine a loss, a mutable state and aux to what `fn` returns: one value, or a tuple."""
         parts = (loss, *((mutable,) if self.mutable else ()), *((aux,) if self.has_aux else ()))
         return parts if len(parts) > 1 else loss
 

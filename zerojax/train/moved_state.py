@@ -17,7 +17,7 @@ from zerojax.train.state import ZeroState
 
 
 def raise_unusable_state(state: Any, mutable: bool) -> None:
-    """Raise the error for a state that `StepProgram.check_state` refuses. `mutable` is that of the step's loss."""
+    """Raise the error for a state that `StepProgram.check_state` refuses. `mutable` is the step's `Loss.mutable`."""
     if not isinstance(state, ZeroState):
         raise TypeError(
             f"The step takes a ZeroState, not {type(state).__name__}. Make one with tx.create(params), or use "
@@ -65,7 +65,7 @@ def placed_again(config: Config, state: ZeroState) -> ZeroState:
 
 
 def donatable(state: ZeroState) -> ZeroState:
-    """Copy an array that is several leaves of a state, because a step donates every leaf. Convert Python numbers."""
+    """Copy an array that occurs as several leaves, because a step donates every leaf. Convert Python numbers."""
     seen: set[int] = set()
 
     def one(x):

@@ -107,7 +107,7 @@ def mean_mutable(mutable: PyTree, comm: Collectives) -> Any:
 
 @jax.named_scope(names.GRAD_NORM)
 def norms_of_update(plan: ShardingPlan, old: Sequence[Array], updated: Mapping[int, Array]) -> dict[str, Any]:
-    """Return the norms of the trained parameters before their update, and of the change of each."""
+    """Return the norm of each trained parameter before its update, and the norm of its change."""
     before = [at_least_float32(to_device(x)) for x in old]
     changes = [at_least_float32(updated[i]) - x for i, x in enumerate(before)]
     norms = lambda arrays: plan.trained.treedef.unflatten(

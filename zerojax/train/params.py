@@ -77,7 +77,7 @@ def init_programs(
     """Return jitted functions of `args`. Each function initialises some parameters, and returns them in storage shape.
 
     A single program would hold the intermediate values of all leaves at once, several times as many bytes as the leaves
-    have. (On CPU, jax 0.10 drops barriers, so they cannot order the leaves.)
+    have. Barriers cannot order the leaves, because jax 0.10 drops barriers on CPU.
     """
     jaxpr, consts = compat.opened(jax.make_jaxpr(init_fn)(*args))
 

@@ -202,7 +202,7 @@ class SameCalls:
 
 
 def signature_of(tree: Any) -> Hashable:
-    """Return a key, equal for trees that `jax.jit` compiles one program for: structure, shapes and types of leaves."""
+    """Return a key that is equal for trees for which `jax.jit` compiles one program: structure, shapes and types."""
     leaves, structure = jax.tree.flatten(tree)
     return structure, *((np.shape(x), getattr(x, "dtype", type(x)), getattr(x, "weak_type", False)) for x in leaves)
 

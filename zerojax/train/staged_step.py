@@ -84,7 +84,7 @@ class StagedStep:
 
 
 class PlannedStep:
-    """The training step of one plan. Its programs are compiled when they are first needed."""
+    """The training step for one sharding plan. Its programs are compiled when they are first needed."""
 
     def __init__(self, program: StepProgram, plan: ShardingPlan):
         self._program, self._plan, self._config = program, plan, program.config
@@ -153,7 +153,7 @@ class PlannedStep:
         return wait_if_simulated(self._config.mesh, unpadded(stored, grad.leaf).astype(self._plan.grads[k].dtype))
 
     def _staged(self, stored: Mapping[int, Array], inputs: tuple) -> Traced:
-        """Return the stages of the loss for `inputs = (mutable, batch, args)`. Trace it once per `signature_of`."""
+        """Return the stages of the loss for `inputs = (mutable, batch, args)`. Trace once per `signature_of` inputs."""
         arrays = jax.eval_shape(functools.partial(self._inputs, number=0), *inputs)
         key = signature_of(arrays)
         if key not in self._traced:

@@ -187,7 +187,7 @@ class StepProgram:
         return Differentiated(gradients, stored, old, scaling, skipped)
 
     def next_scaling(self, scaling: ScalingState, squares: Array, weights_valid: Array) -> tuple[ScalingState, Array]:
-        """Return the loss scale after a step, and whether the step is skipped; see `StepGradients`."""
+        """Return the `ScalingState` after a step, and whether the step is skipped, from fields of `StepGradients`."""
         if not self.may_skip:
             return scaling, jnp.zeros((), bool)
         from zerojax.train.loss_scaling import update_scaling
@@ -284,7 +284,7 @@ class JittedStep:
         return self.jit(self.step)
 
     def jit(self, step: Callable) -> Any:
-        """Compile `step` with jit and the options of this step. It donates its first argument, a state."""
+        """Return `step` jitted with this step's compiler options. The result donates its first argument, a state."""
         return jax.jit(step, donate_argnums=0, compiler_options=dict(self.program.compiler_options) or None)
 
     def run(self, state: ZeroState, rows: Any, args: tuple) -> tuple[ZeroState, Any]:
