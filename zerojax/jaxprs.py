@@ -94,7 +94,7 @@ def evaluate_remat(eqn: Any, values: Sequence, evaluate_body: Callable[[Any, Seq
     run = jax.checkpoint(body, policy=params["policy"], prevent_cse=params["prevent_cse"])
     if not params.get("differentiated"):  # From `jax_remat3` on, the barrier is an equation before this one.
         return run(*values)
-    # JAX lowers a derivative with a barrier. Without it, XLA may keep values instead of computing them again.
+    # JAX lowers a derivative with a barrier. Without the barrier, XLA may keep values and not compute them again.
     closed, shape = jax.make_jaxpr(run, return_shape=True)(*values)
     jaxpr, consts = compat.opened(closed)
     marked = lambda e: e.replace(params={**e.params, "differentiated": True}) if compat.is_remat(e) else e

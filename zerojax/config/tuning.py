@@ -13,8 +13,8 @@ from zerojax.config.data_mesh import resolve_axes
 from zerojax.units import parse_bytes
 
 # In hybrid sharding, a step has collectives over NVLink and over the network, which do not share a link. With this
-# option, XLA's scheduler does not run them one after another. `xla_gpu_memory_limit_slop_factor` is not set: a lower
-# limit saves memory, but XLA keeps to it by repeating matrix products, and not by another schedule.
+# option, XLA's scheduler may run both at once. `xla_gpu_memory_limit_slop_factor` is not set: a lower limit saves
+# memory, but XLA keeps within the limit by repeating matrix products, and not by another schedule.
 OVERLAP = "xla_gpu_experimental_parallel_collective_overlap_limit"
 
 

@@ -285,7 +285,7 @@ def params_of_state(state, layout: Layout) -> tuple[int | None, ...]:
     found, _ = jax.tree_util.tree_flatten_with_path(state)
     keyed, _ = jax.tree_util.tree_flatten_with_path(jax.tree.unflatten(layout.treedef, layout.grads))
     by_path = {path: i for i, (path, _) in enumerate(keyed)}
-    # If the parameters are one array, its path is empty and matches every leaf. A scalar would match counts: drop it.
+    # If the only parameter is an array, its path is empty and matches every leaf. A scalar would match counts: drop it.
     by_path = {path: i for path, i in by_path.items() if path or layout.grads[i].shape}
     suffixes = ([by_path[path[k:]] for k in range(len(path) + 1) if path[k:] in by_path] for path, _ in found)
     return tuple(next(iter(matches), None) for matches in suffixes)

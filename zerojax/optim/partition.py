@@ -126,7 +126,7 @@ class PlannedUpdate:
     def _candidates(self) -> dict[int, Unit]:
         """Map each leaf of the state to its unit if offloading is allowed. Small leaves stay on the device."""
         leaves = zip(self.flat.trained.paths, shapes(self.flat.trained.grads), strict=True)
-        # Leave out parameters that are scalars or empty, because Adafactor's state of them cannot be divided like them.
+        # Leave out scalar and empty parameters: their state in Adafactor cannot be divided like the parameter.
         covered = [bool(x.shape and x.size) and self._offload.covers(path, x) for path, x in leaves]
         return {
             k: ("state", k) if i is None else i
@@ -300,7 +300,7 @@ class PlannedUpdate:
         return "\n".join(lines)
 
 
-# Cached, because tracing takes seconds for a deep model, and a plan and its step ask for the same update.
+# Cached, because tracing takes seconds for a deep model, and a sharding plan and its step ask for the same update.
 planned_update = functools.lru_cache(maxsize=8)(PlannedUpdate)
 
 

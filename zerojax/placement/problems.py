@@ -75,7 +75,7 @@ def warn_of_misplaced(
     found: dict[str, str] = {}
     for name, tree, leaves in trees:
         nodes = jax.tree.leaves(tree, is_leaf=is_stored_node)
-        placed = zip(leaves, nodes, strict=True) if len(leaves) == len(nodes) else ()  # other checks refuse it
+        placed = zip(leaves, nodes, strict=True) if len(leaves) == len(nodes) else ()  # other checks refuse the tree
         for leaf, node in placed:
             x = node.storage if is_padded(node) else node
             if leaf.kind != "replicated" and (text := misplaced(leaf, x, data)) and not is_on_one_device(x):

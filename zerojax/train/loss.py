@@ -50,7 +50,7 @@ class Loss:
 
     fn: Callable  # `fn(params, batch, *args)`; in device view, `batch` has only the rows of the device
     has_aux: bool = False  # whether `fn` returns `(loss, aux)`
-    weighted: bool = False  # whether the loss is `(total, weight)`; the mean is the sum of totals over that of weights
+    weighted: bool = False  # whether the loss is `(total, weight)`; the mean is then sum of totals / sum of weights
     mutable: bool = False  # whether `fn` is `fn(params, mutable, batch, *args)`, and returns `(loss, mutable[, aux])`
     # whether the losses of microbatches and, in device view, of devices are averaged ("mean", or None) or added up
     # ("sum"); None also refuses to average losses that are sums over rows
@@ -266,7 +266,7 @@ class ScalingState:
     scale: Float[Array, ""]  # the factor by which the next step multiplies its loss; 1 without loss scaling
     clean: Int[Array, ""]  # number of steps without overflow since the last overflow or growth of the scale
     hysteresis_count: Int[Array, ""]  # number of overflows, since the scale last grew, that did not lower the scale
-    # number of consecutive steps, up to the last step, that were skipped; 0 if the last step was not
+    # number of steps in a row that were skipped, up to and including the last step
     skips: Int[Array, ""]
     # for each trained parameter, whether its gradient was not finite in the first of the skipped steps
     nonfinite: Bool[Array, " trained"]

@@ -69,7 +69,7 @@ def donatable(state: ZeroState) -> ZeroState:
     seen: set[int] = set()
 
     def one(x):
-        if is_chunked(x) and x.leaf_files is not None:  # leaves on disk share the version of their files
+        if is_chunked(x) and x.leaf_files is not None:  # leaves on disk share one array, the version of their files
             return x
         if is_chunked(x):
             return jax.tree.map(one, x)

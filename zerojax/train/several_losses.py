@@ -95,7 +95,7 @@ def accumulated_gradients(view: View, given: LossInputs, scale: Array) -> StepGr
         returned, grads, factor, values = microbatch_gradients(view, one, scale)
         if view.reduces_each:
             grads = view.reduce(grads)
-        # Inside the loop, XLA fuses this product with the sum. After the loop, the product could read memory once more.
+        # Multiply in the loop, where XLA fuses product and sum. After the loop, the product could read memory again.
         share = 1 / view.divisor if factor is None else factor
         with jax.named_scope(names.MEAN):
             grads = [at_least_float32(g) * share for g in grads]
