@@ -35,7 +35,7 @@ from zerojax.offload.disk import aligned_zeros
 
 # Minimum bytes of the slices of a replicated array that hosts write in parallel. Every slice is compiled.
 MIN_SLICE_BYTES = 16 << 20
-# Parts of arrays are read ahead: a share of all bytes that a process reads, between two bounds.
+# Parts of arrays are read ahead: a 32nd of all bytes that a process reads, but within these two bounds.
 SHARES_AHEAD, LEAST_AHEAD, MOST_AHEAD = 32, 16 << 20, 2 << 30
 BLOCK_BYTES = 4 << 20  # bytes of a file that are read at once
 
@@ -49,7 +49,7 @@ class ReadRequest(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        """Return whether each process reads the whole leaf, because it is small: packed, or flat in one layout."""
+        """Return whether each process reads a leaf in full: if it is packed, or flat in only one of the layouts."""
         return bool(self.saved.pieces) or (self.saved.kind == "flat") != (self.leaf.kind == "flat")
 
 
@@ -166,7 +166,7 @@ def write_chunk(
 
 
 def wait_for(futures: Sequence[Any]) -> None:
-    """Block until every future has ended, because the caller removes the folder after an error. Raise the first one."""
+    """Block until every future has ended, then raise the first error, after which the caller removes the folder."""
     if failures := [failure for future in futures if (failure := attempt(future.result))]:
         raise CheckpointError(failures[0])
 
@@ -174,8 +174,8 @@ def wait_for(futures: Sequence[Any]) -> None:
 def read_arrays(directory: Path, requests: Sequence[ReadRequest]) -> list[Any]:
     """Read leaves of a checkpoint straight into their shardings. Raise a `CheckpointError` if a leaf cannot be read.
 
-    orbax would read all shards of many leaves before it copies the first one to a device. So host memory would hold
-    them twice if the devices are in host memory, too.
+    orbax is not used, because it reads all shards of many leaves before it copies the first shard to a device. On CPU,
+    where device memory is host memory, these leaves would be in memory twice.
     """
     large = [one for one in requests if not one.is_whole]
     boxes = [(one, box) for one in large for box in parts_of(one.leaf.storage_shape, one.sharding)]
@@ -230,8 +230,9 @@ def as_type(values: np.ndarray, leaf: Leaf) -> np.ndarray:
 def read_box(directory: Path, saved: SavedLeaf, box: tuple[slice, ...]) -> np.ndarray:
     """Read a part of a leaf's storage into host memory. If the leaf is flat, `box` has one slice.
 
-    Every slice of `box` has a start and an end. Elements beyond the leaf's logical shape are padding, and become zeros.
-    So the storage may have other padding than the saved storage. Raise a `CheckpointError` if the files cannot be read.
+    Every slice of `box` has a start and an end. Elements beyond the leaf's logical shape are padding, and become zeros,
+    so `box` may be of a storage with other padding than the saved storage. Raise a `CheckpointError` if the files
+    cannot be read.
     """
     rank = len(saved.data_shape)  # the data of PRNG keys has further dims, which are never padded
     edges = zip(box[:rank], saved.data_shape, strict=True)
@@ -254,7 +255,7 @@ def read_box(directory: Path, saved: SavedLeaf, box: tuple[slice, ...]) -> np.nd
 
 
 def read_packed(directory: Path, leaf: SavedLeaf) -> np.ndarray:
-    """Read and verify the storage of a packed leaf, all of which its pieces cover."""
+    """Read and verify the storage of a packed leaf. Its pieces cover the entire storage."""
     ends = [[i + n for i, n in zip(piece.start, piece.shape, strict=True)] for piece in leaf.pieces]
     storage = np.empty([max(dim) for dim in zip(*ends, strict=True)], leaf.storage_dtype)
     for piece, end in zip(leaf.pieces, ends, strict=True):
@@ -273,9 +274,8 @@ def read_packed(directory: Path, leaf: SavedLeaf) -> np.ndarray:
 def read_files(folder: Path, box: tuple[slice, ...], out: np.ndarray) -> None:
     """Read a box of a large leaf from its files, which are uncompressed zarr, into an array of the box's shape.
 
-    TensorStore reads every file as a whole, even for a small part of it. So a leaf that is read in chunks would be read
-    many times, and host memory would hold a whole shard in addition to each chunk. `manifest.py` has checked the form
-    and the size of all files.
+    Only the needed bytes are read. TensorStore would read each file as a whole for every chunk of a leaf, and hold a
+    whole shard in host memory in addition to the chunk. `manifest.py` has checked the form and the size of all files.
     """
     chunks = tuple(json.loads((folder / ".zarray").read_text())["chunks"])
     if not box:  # zarr stores a scalar as a vector

@@ -73,7 +73,7 @@ def decode(tagged: dict) -> Any:
 
 
 def fill(template: Any, saved: Any) -> Any:
-    """Return `saved` in the pytree nodes of `template`. Call `set_state` on the objects in `template` that have it.
+    """Return `saved` in the pytree nodes of `template`. Its objects with `set_state` are set to their saved states.
 
     Raise a `ValueError` if the structures differ. Without a template, return `saved`, in plain containers.
     """

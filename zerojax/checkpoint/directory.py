@@ -106,7 +106,7 @@ def is_locked(temporary: Path) -> bool:
 def commit(temporary: Path, step: int) -> None:
     """Rename a complete folder to the folder name of a step. All files of the folder are already on disk.
 
-    If the step already has a checkpoint, the old checkpoint is removed. Another folder with that name is renamed.
+    If the step already has a checkpoint, the old checkpoint is removed. Any other folder of that name is renamed.
     """
     directory, final = temporary.parent, temporary.parent / step_name(step)
     old = directory / f"{OLD}{final.name}"

@@ -1,7 +1,7 @@
 """Move a live state into the layout of another transformation, without files: `ZeroTransformation.reshard`.
 
-The state is compared with the wanted one as a checkpoint is, and leaves are converted as they are on restore. Only the
-way of the values differs: a leaf is converted on its devices, or goes through host memory to other devices.
+As in a restore, the state is first compared with the wanted state, and each leaf is converted. The values are not read
+from files: a leaf is converted on its devices, or copied through host memory to other devices.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def reshard(config: Config, state: ZeroState, to: Any, *, donate: bool) -> ZeroS
 
 
 def create_like(config: Config, params: Any, mutable: Any) -> ZeroState:
-    """Return the shapes, on the Auto mesh, of a state of a live run. `params` are shapes, and `mutable` has arrays."""
+    """Return the shapes of a new state, on the Auto mesh. `params` are shapes, and `mutable` has live arrays."""
     plan = make_plan(config, params)
     require_same_run(config, plan)
     check_experts_named(plan.layout)
@@ -81,7 +81,7 @@ def check_processes(old: Mesh, new: Mesh) -> None:
 
 
 def with_experts(to: Config, leaf: Leaf) -> jax.ShapeDtypeStruct:
-    """Return the logical shape of a leaf. An expert keeps the axes over which `to` leaves experts divided."""
+    """Return the logical shape of a leaf. An expert stays divided only over the expert axes of `to`."""
     entries = [tuple(axis for axis in entry_axes(entry) if axis in to.expert_axis) for entry in leaf.others]
     sharding = NamedSharding(to.mesh, PartitionSpec(*map(spec_entry, entries))) if any(entries) else None
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
@@ -97,7 +97,7 @@ def moved_state(state: ZeroState, like: ZeroState, *, donate: bool) -> ZeroState
     if matched.warning:
         warnings.warn(matched.warning, stacklevel=5)
     open_files([leaf.array for _, leaf in matched.pairs])
-    if donate:  # narrow parameters are made again from the master weights
+    if donate:  # frees narrow parameters, which are made again from the master weights
         free(jax.tree.leaves(state, is_leaf=is_chunked), keep=[leaf.array for leaf in given.values()])
     moved: dict[str, Any] = {}
     moves = [(given[saved.name], saved, leaf) for saved, leaf in matched.pairs]
@@ -121,10 +121,10 @@ def bytes_on_device(x: Any) -> int:
 
 
 def open_files(nodes: list[Any]) -> None:
-    """Open the files of leaves on disk, before anything is freed, because another state may use their folder.
+    """Open the files of leaves on disk before anything is freed. This fails if another state uses their folder.
 
     Raises:
-        DiskError: On every process, if one of them cannot open its files. Otherwise the others would wait for it.
+        DiskError: If a process cannot open its files. All processes raise it, so that none waits for this process.
     """
     files = dict.fromkeys(x.leaf_files.state_files for x in nodes if is_chunked(x) and x.leaf_files is not None)
     if not files:
@@ -182,7 +182,7 @@ def moved_leaf(given: StateLeaf, saved: SavedLeaf, wanted: StateLeaf) -> Any:
 
 
 def moved_through_host(x: jax.Array, request: ReadRequest) -> jax.Array:
-    """Move one leaf to other devices. No device holds it in full, unless it spans processes: JAX has no such copy."""
+    """Move one leaf through host memory. A leaf that spans processes is gathered first: JAX has no direct copy."""
     saved = request.saved
     x = x if saved.key is None else jax.random.key_data(x)
     if isinstance(x, jax.Array) and not x.is_fully_addressable:

@@ -322,7 +322,7 @@ def damage_in(directory: Path, manifest: Manifest, names: Sequence[str] | Mappin
 
 
 def lacking(directory: Path, manifest: Manifest) -> list[Damage]:
-    """Return the files that leaves and processes need, and that the manifest does not list or lists in another size."""
+    """Return the files of leaves and processes that the manifest lacks, or lists with another size than needed."""
     folders = {f"{ARRAYS}/{leaf.folder}": leaf for leaf in manifest.leaves if leaf.folder}
     needed = [("", data_file(i)) for i in range(manifest.made_by["processes"])]
     needed += [(leaf.name, one.file) for leaf in manifest.leaves for one in leaf.pieces]

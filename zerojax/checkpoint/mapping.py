@@ -73,7 +73,7 @@ class Section:
         return tuple(math.prod(sizes[name] for name in dim) for dim in self.pattern.left)
 
     def view(self, tensor: np.ndarray) -> np.ndarray:
-        """Return the leaf as a view of the tensor, which import reads and export writes."""
+        """Return the section of `tensor` as a view in the leaf's dims. Import reads this view, export writes to it."""
         sizes, names = self.tensor_sizes, [name for dim in self.pattern.left for name in dim]
         x = tensor.reshape([sizes[name] for name in names])
         x = x.transpose([names.index(name) for name in self.pattern.right])

@@ -1,6 +1,6 @@
 """Restore a state from a verified checkpoint. Match the leaves, read each into its new layout, and fill the state.
 
-The checkpoint and the state that it is restored into are compared in all leaves, and in the two optimizers.
+Before anything is read, all leaves and the optimizer of the checkpoint are compared with the wanted state's.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def read_state(
 
 
 def read_leaves(folder: Path, pairs: Sequence[tuple[SavedLeaf, StateLeaf]]) -> dict[str, Any]:
-    """Read each leaf into the place, the layout and the type in which the state keeps it. Return them by name."""
+    """Read each leaf into the place, layout and type in which the state keeps the leaf. Return the leaves by name."""
     requests = {wanted.name: (read_request(saved, wanted), wanted.array) for saved, wanted in pairs}
     on_devices = {name: request for name, (request, array) in requests.items() if not is_chunked(array)}
     restored = dict(zip(on_devices, arrays.read_arrays(folder, list(on_devices.values())), strict=True))
@@ -114,7 +114,7 @@ def read_leaves(folder: Path, pairs: Sequence[tuple[SavedLeaf, StateLeaf]]) -> d
 
 
 def read_request(saved: SavedLeaf, wanted: StateLeaf) -> arrays.ReadRequest:
-    """Return the request to read `saved` as `wanted` is stored. If `wanted` takes any type, that of `saved` stays."""
+    """Return the request to read `saved` as `wanted` is stored. If `wanted` takes any type, keep the saved type."""
     shape, dtype = wanted.leaf.shape, wanted.array.dtype
     if saved.key is not None:
         data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, dtype))
@@ -155,7 +155,7 @@ def match(manifest: Manifest, like: ZeroState, *, partial: bool | str, where: st
     """Match saved leaves with those of `like` by name. Raise a `ValueError` if they differ, unless `partial` is true.
 
     With `partial="params"`, leaves of other fields than parameters and mutable state do not match. `where` names the
-    saved state in errors, and `remedy` ends them.
+    saved state in errors, and `remedy` is the last sentence of errors.
     """
     saved, wanted = manifest.leaves, state_leaves(like)
     by_name = {leaf.name: leaf for leaf in saved}
@@ -223,11 +223,11 @@ def widens_exactly(narrow: Any, wide: Any) -> bool:
 
 
 def other_optimizer(manifest: Manifest, plan: ShardingPlan, where: str, remedy: str) -> str:
-    """Raise an error if the saved transformation has another structure, and warn if it computes another update.
+    """Raise an error if the saved transformation has another structure. Return a warning if it computes another update.
 
-    Different transformations may have the same leaves. If another version of JAX or optax saved the checkpoint, another
-    structure only causes a warning, and programs are not compared, because they may differ for the same update. Return
-    the warning, or an empty string. An early zerojax saved no description.
+    Leaves are not enough: different transformations may have the same leaves. If another version of JAX or optax saved
+    the checkpoint, another structure is only a warning, and programs are not compared, because they may differ for the
+    same update. Without differences, or without a description (from an early zerojax), return an empty string.
     """
     saved = manifest.transformation
     if saved is None:

@@ -99,7 +99,7 @@ class Header(NamedTuple):
     bytes: int
 
     def map(self) -> np.ndarray:
-        """Return the memory-mapped array. Only elements that are used are read; the last reference ends the mapping."""
+        """Return the memory-mapped array. Only elements that are used are read from the file."""
         dtype = jnp.dtype(DTYPES[self.dtype])
         if not self.bytes:
             return np.zeros(self.shape, dtype)

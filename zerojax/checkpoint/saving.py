@@ -76,7 +76,7 @@ class Save:
         self._temporary = root / directory.temporary_name(step)
         self._mark = contextlib.ExitStack()  # unlocks the folder; closing it again does nothing
         self._pieces: list[tuple[str, PackedPiece]] = []  # the pieces that this process writes, by leaf
-        # The thread commits only after `begin` has ended. Otherwise an interrupt could meet a finished save.
+        # The thread commits only after `begin` has ended. Otherwise an interrupted `begin` could have saved the state.
         self._begun = threading.Event()
         # Not `thread.join`: if Ctrl-C interrupts a join, Python believes that the thread has ended (CPython gh-90882).
         self._done = threading.Event()

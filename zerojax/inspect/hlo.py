@@ -33,7 +33,6 @@ class HloArray:
 
     @property
     def elements(self) -> int:
-        """Return the size in elements."""
         return math.prod(self.shape)
 
     @property

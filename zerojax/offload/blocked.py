@@ -4,9 +4,9 @@ XLA:CPU writes each output of an elementwise program in a separate loop, and eac
 again. So AdamW moves 40 bytes per parameter, although 28 are enough. This file instead runs one loop over blocks that
 fit into the first cache. Each output overwrites an operand that no later output reads. Newer versions of XLA:CPU
 compile this loop into one kernel, in which the arithmetic of a block overlaps with the loads of the next block. Older
-versions run the loop's body as many small kernels, which is slow. With these versions, the function is evaluated on
-full arrays. So is a function whose outputs overwrite each other's operands in any order, such as momentum with decayed
-weights in its gradient.
+versions run the loop's body as many small kernels, which is slow, so with them the function is evaluated on full
+arrays. A function is also evaluated on full arrays if in every order an output overwrites an operand of a later output,
+such as momentum with decayed weights in its gradient.
 """
 
 import math

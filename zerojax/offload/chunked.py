@@ -76,10 +76,10 @@ MOST_ROWS = 256
 def row_chunkings_of(leaves: Sequence[Leaf], chunk_bytes: int) -> dict[int, Chunking]:
     """Divide sharded parameters on disk into chunks, by index. Their gradients and state are divided in the same way.
 
-    Each layer of a stack is one chunk, so that a scan reads it alone. The loss that scans is not known here. So an
-    array of three or more dims counts as a stack if its dim 0 is not sharded and at most `MOST_ROWS` long. A matrix,
-    such as the biases of all layers, counts as a stack only if it is as long as such an array. All other arrays are
-    divided by `chunking_of`.
+    Each layer of a stack is one chunk, so that a scan reads the layer alone. The loss is not known here, so shapes tell
+    which arrays are stacks. An array of three or more dims is a stack if its dim 0 is not sharded and at most
+    `MOST_ROWS` long. A matrix, such as the biases of all layers, is a stack only if it has as many rows as such an
+    array. All other arrays are divided by `chunking_of`.
     """
     may_be = {
         i: leaf.shape[0]
@@ -205,7 +205,7 @@ def chunked(config: Config, chunks: Sequence[Any], leaf: Leaf, chunking: Chunkin
 
 
 def chunked_shape(config: Config, leaf: Leaf, chunking: Chunking) -> Chunked:
-    """Return an offloaded leaf with shapes and shardings in place of its chunks. A node on disk has no store."""
+    """Return an offloaded leaf that has shapes with shardings as its chunks. A node on disk gets no files."""
     assert config.offload is not None
     if config.offload.optimizer == "disk":
         version = jax.ShapeDtypeStruct((), np.int32, sharding=replicated(config.mesh))
@@ -216,7 +216,7 @@ def chunked_shape(config: Config, leaf: Leaf, chunking: Chunking) -> Chunked:
 
 
 def joined(node: Chunked) -> Shaped[Array, "*storage"]:
-    """Load an offloaded leaf as one array on the devices, in memory of its own: a step donates the chunks."""
+    """Load an offloaded leaf as one new array on the devices. It is never a chunk itself, which a step donates."""
     chunks = (
         [to_memory(x, "device") for x in node.chunks] if node.leaf_files is None else node.leaf_files.load(*node.chunks)
     )
@@ -241,7 +241,7 @@ def filled(node: Chunked, read: Callable[[tuple[slice, ...]], np.ndarray]) -> Ch
 
 
 def assembled(shape: tuple[int, ...], sharding: Sharding, dtype: Any, values: Iterator) -> Array:
-    """Make an array of the next of `values`, which are the parts of `parts_of`. The host holds one value at a time."""
+    """Make an array of the next values, one for each part in `parts_of`. The host holds one value at a time."""
     shards = []
     for devices in parts_of(shape, sharding).values():
         value, kind = next(values), sharding.memory_kind
@@ -252,7 +252,7 @@ def assembled(shape: tuple[int, ...], sharding: Sharding, dtype: Any, values: It
 
 
 def replaced(node: Chunked, x: Shaped[Array, "*storage"]) -> Chunked:
-    """Store `x`, an array on the devices, as the offloaded leaf `node` is stored. Return the new node.
+    """Store an array `x` on the devices in the form and place of the offloaded leaf `node`. Return the new node.
 
     Only one chunk at a time is in device memory besides `x`.
     """
@@ -292,8 +292,8 @@ THREADS = 8
 def read_ahead(read: Callable[..., Any], parts: Sequence[tuple], sizes: Sequence[int], limit: int) -> Iterator[Any]:
     """Yield `read(*part)` of each part, in order. Threads read the next parts while the caller uses one.
 
-    `sizes` has the bytes of each part. The part that the caller uses and all parts that are read ahead have at most
-    `limit` bytes, or are one part that is larger.
+    `sizes` has the bytes of each part. The part in use and the parts read ahead have at most `limit` bytes in total,
+    unless a single part is larger.
     """
     with ThreadPoolExecutor(THREADS) as pool:
         reading: collections.deque[tuple[Future, int]] = collections.deque()

@@ -181,7 +181,7 @@ class DiskStore:
         self.bytes_read = self.bytes_written = 0
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="zerojax-disk")
         self._copier = ThreadPoolExecutor(1, thread_name_prefix="zerojax-disk-copy")
-        # The unfinished reads and writes of each chunk, and its unfinished copies. A finished read holds the data.
+        # Unfinished reads and writes of each chunk, and unfinished copies. A finished read would keep its data alive.
         self._begun: dict[int, set[Future]] = collections.defaultdict(set)
         self._copies: dict[int, set[Future]] = collections.defaultdict(set)
         self._writes: list[Future[None]] = []
@@ -191,7 +191,7 @@ class DiskStore:
     def read(self, index: int) -> Future[tuple[np.ndarray, ...]]:
         """Begin to read a chunk. The future raises a `DiskStateError` if the file is damaged.
 
-        The arrays have a buffer for themselves until nothing refers to them. So JAX's arrays on CPU may share it.
+        The arrays' buffer is used again only when nothing refers to them. So JAX's arrays on CPU may share the buffer.
         """
         self._raise_failure()
         if index in self._in_memory:
@@ -207,7 +207,7 @@ class DiskStore:
         if index in self._in_memory:
             self._in_memory[index] = tuple(map(np.copy, arrays))
             return
-        # Wait here and not in a thread. Otherwise a few such writes would keep all threads from reading.
+        # Wait for copies here and not in a thread. Otherwise a few waiting writes would keep all threads from reading.
         wait(list(self._copies[index]))
         if len(self._writes) >= self._in_flight:
             wait(self._writes, return_when=FIRST_COMPLETED)
@@ -262,8 +262,8 @@ class DiskStore:
     def _begin(self, work: Callable[..., Any], index: int, *args: Any) -> Future:
         """Let a thread run `work` after the earlier reads and writes of the chunk.
 
-        The thread waits for the earlier work. The wait ends: earlier reads and writes have already begun, because the
-        threads take work in the order of the calls, and copies run in another thread that does not wait for this work.
+        The thread blocks until they are done, and this always ends. Threads take work in the order of the calls, so all
+        earlier work has begun. Copies have another thread, and do not wait for work that is begun later.
         """
         future = self._threads.submit(work, list(self._begun[index]), index, *args)
         return until_done(self._begun[index], future)

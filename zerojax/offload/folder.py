@@ -26,8 +26,9 @@ class DiskError(RuntimeError):
 class Lock:
     """An flock on an open file or folder.
 
-    A lock belongs to the open file, which a forked child shares. If Python forked the child, the child closes its copy
-    at once. If C code forked it, the child keeps a copy, so the parent unlocks the file before closing it.
+    A lock belongs to the open file, which a forked child shares. If Python forked the child, the child closes its
+    handle at once. If C code did, the child keeps its handle, and with it the lock. So the parent unlocks the file
+    before closing it.
     """
 
     def __init__(self, handle: int):
@@ -42,7 +43,7 @@ class Lock:
         return self._handle is not None
 
     def release(self) -> None:
-        """Unlock and close the file. Close it without unlocking in a forked child, or the parent would lose the lock.
+        """Unlock and close the file. A forked child only closes it, so that the parent keeps the lock.
 
         A second call does nothing.
         """

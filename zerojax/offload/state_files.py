@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 class StateFiles:
     """The files with one process's shards of a state. They are made at the first read or write.
 
-    The files have one version of the state, which each node of a tree records. A step, or writing every leaf outside of
-    a step, makes the next version.
+    The files hold one version of the state. Each node in a tree records its version, so that outdated nodes are found.
+    A step, or writing every leaf outside of a step, makes the next version.
     """
 
     part: ClassVar[str] = "opt_state"
@@ -58,7 +58,7 @@ class StateFiles:
         self._index: dict[tuple[int, int], int] = {}
         self._version, self._is_whole = 0, True
         self._every, self._saved = frozenset(leaves), set[int]()  # the leaves of a version, and those written so far
-        # While leaves are written outside of a step: the version before, and the leaves that no longer have its values.
+        # While leaves are written outside of a step: the previous version, and the leaves whose values differ from it.
         self._before: int | None = None
         self._changed = set[int]()
         self.writes = 0  # a count of the chunks that were written, or are waiting to be
@@ -118,7 +118,7 @@ class StateFiles:
         return self._store.copy(self._index[k, n], put)
 
     def write(self, k: int, n: int, array: Array) -> None:
-        """Begin to copy the next version of chunk `n` of leaf `k` to the host. Write the oldest if too many wait."""
+        """Begin to copy the next version of chunk `n` of leaf `k` to the host. If too many wait, write the oldest."""
         self.writes += 1
         array.copy_to_host_async()
         self._copying.append((k, n, array))
@@ -157,7 +157,8 @@ class StateFiles:
     def writing(self, k: int, *, changes: bool = True) -> Iterator[Int[np.ndarray, ""]]:
         """Enter a context that writes leaf `k` outside of a step. Yield the version that the leaf will have.
 
-        Until all leaves are written, no leaf can be read. After an error, all leaves may be written again.
+        Until all leaves are written, no leaf can be read. After an error, all leaves can be written again. With
+        `changes=False`, the values stay, and only the version is new.
         """
         if self._is_whole:
             self._before, self._changed = self._version, set()
@@ -203,7 +204,7 @@ class StateFiles:
         self._begin_version()
         self._before = None
         self.__dict__.pop("_store", None)
-        self._close()  # which drops its reference to the store, and so the chunks in host memory
+        self._close()  # the finalizer then drops its reference to the store, which frees the chunks in host memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -244,7 +245,7 @@ class LeafFiles:
         return self.state_files.keep(self.k, version)
 
     def write(self, chunks: Iterable[Sequence[np.ndarray]]) -> Int[np.ndarray, ""]:
-        """Write the shards of each chunk, and return the new version. It is complete when every leaf is written."""
+        """Write the shards of each chunk, and return the new version, which is complete when all leaves are written."""
         with self.state_files.writing(self.k) as version:
             for n, shards in enumerate(chunks):
                 self.state_files.write_shards(self.k, n, shards)

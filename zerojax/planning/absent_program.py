@@ -366,7 +366,6 @@ def on_mesh(mesh: Mesh, tree: Any) -> Any:
 
 
 def logical_shapes(params: Any) -> Any:
-    """Return the logical shapes of parameters, without their shardings."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, canonical(x.dtype)), params, is_leaf=is_padded)
 
 

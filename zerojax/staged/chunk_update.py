@@ -1,12 +1,12 @@
 """Update parameters on disk: sum the gradients of chunks, write them to files, and update chunk by chunk.
 
-Gradients are summed over their uses and over microbatches, and scaled.
+Gradients are summed over the uses of a chunk and over microbatches, and scaled.
 
-An update also reads scalars, such as norms, that it reduces from gradients. The part of an update that does not depend
-on offloaded state is traced as one list of equations. An equation that reduces a gradient on disk to a scalar is called
-a cut, if the equations before it are elementwise and read nothing else. They are evaluated chunk by chunk, before the
-chunk is written. The equations after the cut read only the scalar. Gradients that other equations read, such as a norm
-of scaled gradients, are read as whole arrays.
+An update may also need scalars of whole gradients, such as norms. To compute these without reading a gradient twice,
+the part of the update that does not depend on offloaded state is traced as one list of equations. A *cut* is an
+equation that reduces one gradient on disk to a scalar, behind elementwise equations only. These equations are evaluated
+per chunk, before the chunk is written, and the equations after the cut read only the scalar. A gradient that other
+equations read, such as a norm of scaled gradients, is read as a whole array.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Cut:
     combine: Callable  # the function that joins the values of two chunks
 
     def of_chunk(self, chunk: Array, is_padding: Array | None) -> Array:
-        """Return the scalar of one chunk. `is_padding` says which elements are padding; None: none is."""
+        """Return the scalar of one chunk. `is_padding` marks padding; it is None if there is no padding."""
         *eqns, last = self.jaxpr.eqns
         before = compat.part_of(self.jaxpr, eqns, self.jaxpr.invars, last.invars)
         (x,) = evaluate_as(before, (), [chunk.astype(self.jaxpr.invars[0].aval.dtype)], chunk.shape)
@@ -100,8 +100,8 @@ class Reductions:
     def finishing(self, grad: int, of: OnDisk) -> Any:
         """Return a program `f(chunk, start, factor) -> (chunk, [sum of squares, cuts...])` for chunks of a gradient.
 
-        It multiplies the chunk that begins at `start` by `factor`, and reduces it to scalars. Chunks of equal layout
-        share a program.
+        The program multiplies the chunk, which begins at `start`, by `factor`, and reduces the product to scalars.
+        Chunks of equal layout share a program.
         """
         cuts, leaf, dim = self.of(grad), of.leaf, of.chunking.dim
         key = leaf.shape, leaf.dim, leaf.dtype, dim, tuple(signatures.signature(cut.jaxpr) for cut in cuts)
@@ -110,7 +110,7 @@ class Reductions:
         return self._programs[key]
 
     def _cut(self, last: Any, grad: int, producers: dict) -> Cut | None:
-        """Return the cut that ends with an equation. None: it is no reduction over all dims, or reads other values."""
+        """Return the cut that ends with `last`, or None if `last` does not reduce all dims or reads other values."""
         jaxpr = self.equations.jaxpr
         if last.primitive.name not in _REDUCTIONS or last.outvars[0].aval.shape:
             return None
@@ -150,9 +150,9 @@ def _scaled(grad, dtype, share):
 class ChunkGradients:
     """The gradients of one step, for the parameters on disk.
 
-    Each chunk's gradient is written once per microbatch. In the last microbatch, the weights of the whole loss are
-    known. So each sum is then multiplied by the factor that makes it the gradient of the loss, and is reduced to the
-    scalars that the update needs. Therefore the update reads each gradient only once.
+    Each chunk's gradient is written once per microbatch. In the last microbatch, when the weights of the whole loss are
+    known, each sum is multiplied by the factor that makes it the gradient of the loss. It is also reduced to the
+    scalars that the update needs, so that the update reads each gradient only once.
     """
 
     def __init__(
@@ -276,7 +276,7 @@ class StagedQueue(UpdateQueue):
         resident = zip(group.reads(GRAD), inputs.grads, strict=True)
         grads = [read(trained[i].grad) if x is None else x for i, x in resident]
         state = self._store.receive(ticket)
-        # If the program donated the moments, XLA would first copy them: the parameters are computed later, from both.
+        # Donate nothing. XLA reads the old moments again for the parameters, so it would first copy donated moments.
         program = self._streamed.program(update_on_device, chunk.key, ())
         params, state, of.resident = wait_if_simulated(
             self._streamed.config.mesh,

@@ -64,7 +64,7 @@ class Microbatch:
     """One forward pass and one backward pass of a staged program."""
 
     def __init__(self, staged: StagedProgram, reader: Reader, sink: ChunkGradients | None):
-        """Begin. `reader` reads the chunks of both passes. `sink` is None if there is no backward pass."""
+        """Begin. `reader` reads the chunks of both passes. `sink` gets the gradients; None means no backward pass."""
         self._staged, self._reader, self._sink, self._mesh = staged, reader, sink, staged.mesh
         self._env: dict = {}
         self._kept: dict[Any, Any] = {}

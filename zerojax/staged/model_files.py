@@ -1,6 +1,6 @@
 """Read and write the files of parameters and gradients, and represent parameters in a tree by nodes.
 
-Some of the chunks stay in host memory instead.
+With `Offload(host_bytes=)`, some chunks stay in host memory instead of files.
 """
 
 from __future__ import annotations
@@ -89,9 +89,9 @@ class Trained:
 class ModelFiles(StateFiles):
     """The files of one process's shards of parameters and gradients.
 
-    Their version is that of the parameters. As many chunks as fit into `host_bytes` stay in host memory, and always the
-    same ones. Every step reads all chunks in the same order, so a cache of recently used chunks would drop each just
-    before its use.
+    The version of the files is the version of the parameters. As many chunks as fit into `host_bytes` are always in
+    host memory. A cache of recently used chunks would not help: every step reads all chunks in the same order, so the
+    cache would drop each chunk just before its use.
     """
 
     part: ClassVar[str] = "params"
@@ -108,9 +108,9 @@ class ModelFiles(StateFiles):
     ):
         """Name the files, which are in the folder `name` of `path`.
 
-        The first `params` of `leaves` are parameters, and the others gradients. `host_bytes` is for all buffers, of
-        which those of the optimizer state have `state_buffers` bytes, and for chunks. If it is None, only the buffers
-        are in host memory. Chunks of earlier leaves are the first to be kept in host memory.
+        The first `params` of `leaves` are parameters, and the others gradients. `host_bytes` limits the bytes of chunks
+        and buffers in host memory, including `state_buffers` bytes for the optimizer state. If it is None, only the
+        buffers are in host memory. Chunks of earlier leaves are the first to be kept in host memory.
         """
         super().__init__(path, leaves, in_flight=READ_AHEAD, copying=COPYING, name=name)
         self._given_bytes = host_bytes
@@ -151,7 +151,7 @@ class ModelFiles(StateFiles):
 
 
 def on_disk(config: Config, layout: Layout, types: Sequence[Leaf] = ()) -> dict[int, OnDisk]:
-    """Return an `OnDisk` for each sharded parameter, by index. If given, it has the types of the leaves in `types`."""
+    """Return an `OnDisk` for each sharded parameter, by index. `types` may have leaves with other types to store."""
     assert config.offload is not None
     found = {}
     chunkings = row_chunkings_of(layout.grads, config.offload.chunk_bytes)
@@ -243,8 +243,8 @@ def write_params(
 ) -> PyTree:
     """Write sharded parameters to files, one after the other, in the files' types. Return all parameters in storage.
 
-    `leaves` has the parameters in any form, each of which is needed only until it is written. If `shapes`, they are
-    shapes, no file is written, and the tree consists of shapes.
+    `leaves` yields the parameters in any form. Each is freed when it is written, before the next is made. If `shapes`,
+    they are shapes, no file is written, and the tree consists of shapes.
     """
     stored: dict[int, Any] = dict(files.nodes(is_shape=shapes))
     leaves = iter(leaves)

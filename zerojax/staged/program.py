@@ -53,7 +53,7 @@ class Stage:
     """The forward and backward programs of a segment.
 
     The programs take parameters as shards. A shard that is one row of a stack has a dim 0 of length 1, as on disk.
-    `operands` are the values that slices of the other shards read.
+    `operands` are the values, such as layer indices, that the slices of other shards read.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Stage:
     ) -> tuple[list, list]:
         """Return `(gradients of shards, cotangents of other inputs)`. Those that were not computed are None.
 
-        `shards` are those of the parameters in `needed`, and `others` the inputs in `kept`. A cotangent may be None.
+        `shards` are the shards of parameters in `needed`, and `others` the inputs in `kept`. A cotangent may be None.
         """
         segment, passes = self._segment, self.passes
         assert passes is not None
@@ -154,7 +154,7 @@ class Stage:
 
 
 def _plain(param: ShardedParam, by_row: bool) -> ShardedParam:
-    """Return a parameter without a path, and without slices if its shard is one row of a stack."""
+    """Return a parameter without its path and its slices of a row on disk, in which equal segments may differ."""
     leaf = dataclasses.replace(param.leaf, path="", reason="")
     stored, slices = (leaf, ()) if by_row else (param.stored, param.slices)
     stored = dataclasses.replace(stored, dtype=param.stored.dtype, path="", reason="")
@@ -163,7 +163,7 @@ def _plain(param: ShardedParam, by_row: bool) -> ShardedParam:
 
 
 def _row_read(param: ShardedParam, of: OnDisk) -> int | None:
-    """Return the index on dim 0 if each row is a chunk, and the slices of a parameter select only one. Else None."""
+    """Return the row on disk that a parameter's slices select, or None if they do not select exactly one chunk."""
     sliced = len(param.slices) == 2 and param.slices[1].primitive.name in ("squeeze", "reshape")
     if not sliced or not of.chunking.is_by_row(of.leaf):
         return None
@@ -245,7 +245,7 @@ class StagedProgram:
         return found | dict.fromkeys(jaxprs.variables_in(self.program.outs), len(self.items))
 
     def _weights(self) -> set:
-        """Return what segments compute from parameters alone, if no other result of the segment has a cotangent."""
+        """Return variables computed from parameters alone, in segments where no other result has a cotangent."""
         weights = {v for v in self.program.invars if (rows := self.program.rows.get(v)) is not None and not rows.places}
         for segment in self.program.segments:
             if isinstance(segment, BlockSegment) and not segment.has_rule:

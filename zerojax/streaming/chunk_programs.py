@@ -98,8 +98,8 @@ def update_on_device(
 ) -> tuple[list, list, list]:
     """Update a chunk on the device. Return the new `(params, state, resident)`. Traced under jit.
 
-    If the first three arrays are donated, XLA needs less memory, but may have to copy the state, because a kernel reads
-    the old state after another kernel has replaced it.
+    If `params`, `state` and `resident` are donated, XLA needs less memory. But XLA may have to copy the old state
+    first, because a kernel reads the old state after another kernel has overwritten it.
     """
     num_params, num_state = len(key.params), len(key.state)
     store = to_storage if key.dim is None else constrain
@@ -145,7 +145,7 @@ def chunks_for_host(
 
 
 def gather_params(config: Config, layouts: tuple[Sequence[Leaf], Sequence[Leaf]], shards: list) -> list[Array]:
-    """Gather updated shards. `layouts` has their layouts, and those of the results."""
+    """Gather updated shards. `layouts` has the layouts of the shards, and the layouts of the results."""
     return gather(config, shards, *layouts)
 
 

@@ -83,7 +83,7 @@ def init_state_by_group(
 def store_by_group(config: Config, plan: ShardingPlan, make: Callable[[Sequence[int]], list[Array]]) -> PyTree:
     """Return a state whose offloaded leaves are written to its store, group by group.
 
-    `make(indices)` returns these leaves of the state, on the device.
+    `make(indices)` computes the leaves of the state with these indices, on the device.
     """
     store = store_for(config, plan)
     resident = [k for k, chunking in enumerate(plan.chunkings) if chunking is None]

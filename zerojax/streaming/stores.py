@@ -47,8 +47,8 @@ class StoredNodes:
 class HostStateStore(StoredNodes):
     """Keep state in host memory, in `Chunked` nodes.
 
-    A first state has no nodes yet. The chunks in `kept_on_device` stay on the device instead. Chunks of a restored
-    state, which are in host memory, stay on the device from their first update on.
+    Chunks in `kept_on_device` stay on the device instead; in a restored state, they do so from their first update on.
+    A first state has no nodes yet.
     """
 
     def __init__(self, config: Config, plan: ShardingPlan, nodes: Sequence[Any] = ()):
@@ -135,7 +135,7 @@ StateStore = HostStateStore | DiskStateStore
 def abandoned_on_error(store: Any) -> Iterator[None]:
     """Enter a context that writes to a store, or to the files of parameters. After an error, abandon them.
 
-    The traceback of the error refers to the store, whose folder would stay locked as long as it exists.
+    Otherwise the traceback of the error would keep the store alive, and the store its folder locked.
     """
     try:
         yield

@@ -46,7 +46,8 @@ if TYPE_CHECKING:
     from jaxtyping import Array
 
 DEVICE = "device"
-# Bytes of one array of the chunks that the host updates at a time. Copies of their parameters and gradients wait there.
+# The host updates at most so many chunks at a time that one array per chunk has these bytes in total. Copies of the
+# chunks' parameters and gradients wait in host memory.
 HOST_BYTES = 4 << 30
 
 
@@ -63,7 +64,7 @@ class StreamedUpdate:
         self.update = None if config.offload is None else config.offload.update
         self.partition = plan.analysis(config).partition
         self._jit = functools.partial(jax.jit, compiler_options=dict(compiler_options) or None)
-        # Returns the program that runs `run(config, key, ...)`. `donate` counts the arguments after these two.
+        # Returns the program that runs `run(config, key, ...)`. `donate` has indices of the arguments after `key`.
         self.program = functools.cache(
             lambda run, key, donate: self._jit(functools.partial(run, config, key), donate_argnums=donate)
         )
