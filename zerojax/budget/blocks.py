@@ -70,8 +70,8 @@ class Blocks:
         """Return the values that a block saves if it may save `share` of its bytes.
 
         With share 0, these are the results of collectives. With share 1, these are all values that the backward pass
-        reads. In between, it is the share of `Graph.kept`, because XLA recomputes elementwise functions of saved values
-        by itself. From one loop to another XLA cannot, so for a loop it is the share of `Graph.bytes`.
+        reads. In between, a block saves the share of the bytes in `Graph.kept`, because XLA recomputes elementwise
+        functions of saved values by itself. For values of a loop, XLA cannot do so, and the share is of `Graph.bytes`.
         """
         key = id(block.graph), block.is_loop, share
         if key not in self._choices:

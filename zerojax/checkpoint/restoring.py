@@ -225,9 +225,9 @@ def widens_exactly(narrow: Any, wide: Any) -> bool:
 def other_optimizer(manifest: Manifest, plan: ShardingPlan, where: str, remedy: str) -> str:
     """Raise an error if the saved transformation has another structure. Return a warning if it computes another update.
 
-    Leaves are not enough: different transformations may have the same leaves. If another version of JAX or optax saved
-    the checkpoint, another structure is only a warning, and programs are not compared, because they may differ for the
-    same update. Without differences, or without a description (from an early zerojax), return an empty string.
+    Comparing leaves is not enough: different transformations may have the same leaves. If another version of JAX or
+    optax saved the checkpoint, another structure is only a warning, and programs are not compared, because they may
+    differ for the same update. Without differences, or a description (from an early zerojax), return an empty string.
     """
     saved = manifest.transformation
     if saved is None:

@@ -195,7 +195,7 @@ class CompiledCollectives(tuple[Collective, ...]):
 def collectives(compiled: Any) -> CompiledCollectives:
     """List every collective of a compiled program, with the arrays that it moves and how often it executes.
 
-    How often follows from the loops, calls, fusions and asynchronous computations around the collective:
+    How often a collective executes follows from the loops, calls, fusions and asynchronous computations around it:
 
     - The trip count of a loop is the number that XLA wrote into the program. Without this number, it is unknown.
     - Every branch of a conditional counts as executed.
@@ -258,7 +258,7 @@ def leaves_in(op_name: str) -> str:
 
 
 def lines_of_model(frames: Sequence[str]) -> list[str]:
-    """Return the frames in the user's model, without frames of the script that calls zerojax now."""
+    """Return the frames in the user's model. Frames of the calling script, which are on the call stack, do not count."""
     callers = {f"{frame.f_code.co_filename}:{number}" for frame, number in traceback.walk_stack(None)}
     return [frame for frame in frames if compat.is_users(frame) and frame.rsplit(" in ", 1)[0] not in callers]
 

@@ -67,17 +67,17 @@ class Report:
 
     @property
     def bytes(self) -> dict[str, int]:
-        """Return, for each part, the bytes on the device that holds the most bytes of this part."""
+        """Return the bytes in device memory by part, for the device that has the most of the part."""
         return self._by_part("device")
 
     @property
     def host(self) -> dict[str, int]:
-        """Return, for each part offloaded to host memory, the bytes there of the device that has the most there."""
+        """Return the bytes in host memory by offloaded part, for the device that has the most of the part."""
         return self._by_part("host")
 
     @property
     def disk(self) -> dict[str, int]:
-        """Return, for each part offloaded to disk, the bytes of the device with the most bytes on disk."""
+        """Return the bytes on disk by offloaded part, for the device that has the most of the part."""
         return self._by_part("disk")
 
     def _by_part(self, place: str) -> dict[str, int]:
@@ -139,8 +139,8 @@ class Report:
 def report(state: Any, tx: Any = None) -> Report:
     """Count the bytes of a state's arrays on each device.
 
-    The plan is known for a `ZeroState`, for a `TrainState` whose `tx` is zerojax's, and if `tx` is given. For any other
-    tree, the report only describes the arrays.
+    The planned layout of leaves is known for a `ZeroState`, for a `TrainState` whose `tx` is zerojax's, and if `tx` is
+    given. For any other tree, the report only describes the arrays.
 
     Args:
         state: A `ZeroState`, a Flax `TrainState`, or any pytree of arrays. The parts are its fields, or the keys of its

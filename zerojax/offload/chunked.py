@@ -56,8 +56,8 @@ class Chunking:
 def chunking_of(leaf: Leaf, chunk_bytes: int) -> Chunking:
     """Divide each device's shard into equal chunks of at most `chunk_bytes`. The last chunk may be shorter.
 
-    The first dim that is long enough is chunked, because chunks along dim 0 are contiguous in memory. Dims that other
-    mesh axes divide are not chunked. A chunk has a length of at least 1, even if that exceeds `chunk_bytes`.
+    The first dim that is long enough is chunked, because chunks along dim 0 are contiguous in memory. Dims that
+    non-data mesh axes divide are not chunked. A chunk has a length of at least 1, even if that exceeds `chunk_bytes`.
     """
     local = leaf.local_shape
     free = [d for d in range(len(local)) if d >= len(leaf.others) or not leaf.others[d]]
@@ -216,7 +216,7 @@ def chunked_shape(config: Config, leaf: Leaf, chunking: Chunking) -> Chunked:
 
 
 def joined(node: Chunked) -> Shaped[Array, "*storage"]:
-    """Load an offloaded leaf as one new array on the devices. It is never a chunk itself, which a step donates."""
+    """Load an offloaded leaf as one array on the devices. Even a single chunk is copied, as a step donates it."""
     chunks = (
         [to_memory(x, "device") for x in node.chunks] if node.leaf_files is None else node.leaf_files.load(*node.chunks)
     )

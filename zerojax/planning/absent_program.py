@@ -112,7 +112,7 @@ def program_of_step(step: Step, state: Any, args: tuple, topology: str, usable: 
 def moved_to(topology: str | None, step: Step, state: Any) -> tuple[Config, ZeroState]:
     """Return the configuration of `step` for the GPUs of `topology`, and the shapes of `state` on their mesh.
 
-    If `topology` is None, the mesh is the step's.
+    With `topology=None`, the step's mesh is kept.
     """
     if step.config.params_on_disk:
         raise NotImplementedError(MANY_PROGRAMS)
@@ -224,7 +224,7 @@ def lowered(traced: Any, mesh: Mesh) -> Any:
 
 
 def program_of(config: Config, layout: Layout, loss: Loss, batch: Any, args: tuple, mutable: Any = None) -> WorkingSet:
-    """Return the parameters that stage 3 gathers to compute `loss`, which is traced. Empty at other stages."""
+    """Trace a loss, and return the parameters that stage 3 gathers to compute the loss. Empty at other stages."""
     if config.stage < 3:
         return WorkingSet()
 
@@ -284,9 +284,8 @@ def kernels_for(mesh: Mesh) -> Iterator[None]:
     Functions of JAX that ask the local machine are replaced. On a mesh without GPUs, nothing is replaced.
 
     - cuDNN attention asks for the version of cuDNN, and for what the first local GPU can compute.
-    - Pallas asks for the GPU of the context's mesh, or of the first local device. It is asked inside
-      `use_abstract_mesh`, which names the mesh's GPU. The whole program cannot be traced inside, because the types of
-      all arrays would change.
+    - Pallas asks for the GPU of the context's mesh, or of the first local device. Only this question is asked inside
+      `use_abstract_mesh`, which names the mesh's GPU. A program traced inside it would have arrays of other types.
     """
     from jax._src.cudnn import fused_attention_stablehlo as attention
 

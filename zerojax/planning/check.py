@@ -33,7 +33,7 @@ MOST_CAUSES = 5
 # Tolerances of the contract: an excess within them is not a finding.
 MEMORY_SLACK, VOLUME_SLACK, FLOPS_SLACK, LEAST_HIDDEN = 1.10, 1.02, 1.02, 0.95
 REDUCTIONS = ("all-reduce", "reduce-scatter")
-# Likely reasons why the compiler added a collective, by kind. Collectives that zerojax added are told by their labels.
+# Likely reasons why the compiler added a collective, by kind. Collectives of zerojax need none: they have labels.
 WHY = {
     "all-gather": "the operation that reads the array takes all rows, or divides a dim that does not hold the rows",
     "all-reduce": "the array is a sum over a dim that the compiler divides, so each device has a partial sum",

@@ -259,7 +259,7 @@ def check_given(step: Step, given: dict[str, Any], stages: Sequence[int]) -> Non
 
 
 def at_stage(config: Config, stage: int) -> Config:
-    """Return `config` at another stage, without the offloads that this stage lacks. The state will keep gradients."""
+    """Return `config` at `stage`. Drop offloads that the stage lacks, and let the state store the gradients."""
     offload = config.offload if stage else None
     if isinstance(offload, Offload) and stage != 3:
         offload = dataclasses.replace(offload, params=None)
@@ -267,7 +267,7 @@ def at_stage(config: Config, stage: int) -> Config:
 
 
 def keeping_gradients(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Return `tx` behind a transformation that stores the latest gradients, as the first leaves of the joint state."""
+    """Return a chain of two transformations: one that stores the latest gradients as its state, and then `tx`."""
     init = lambda params: jax.tree.map(jnp.zeros_like, params)
     update = lambda updates, state, params=None: (updates, updates)
     return optax.chain(optax.GradientTransformation(init, update), tx)

@@ -212,7 +212,7 @@ class CompiledStep(NamedTuple):
     notes: tuple[str, ...] = ()  # sentences for the plan
     blocks: tuple[BlockMemory, ...] = ()  # what each block of the loss saves and recomputes
     options: Mapping[str, Any] = MappingProxyType({})  # the compiler options of the program
-    kept: int = 0  # bytes per device of offloaded state that stays on the device, which the program does not have
+    kept: int = 0  # bytes per device of offloaded state that stays on the device, but is no argument of the program
     update: StreamedUpdate | None = None  # the update of offloaded state, if the device updates it
 
     @property
@@ -294,7 +294,7 @@ def of_update(step: CompiledStep, achievable: Device, usable: int) -> tuple[floa
 
 
 def memory_by_part(module: Module, analysis: Any, parts: Mapping[str, str]) -> dict[str, int]:
-    """Return bytes per device by part; the sum equals `peak_bytes`. `parts` names the part by an argument's prefix."""
+    """Return bytes per device by part; the sum equals `peak_bytes`. `parts` maps argument prefixes to parts."""
     sizes = Counter[str](dict.fromkeys(parts.values(), 0))
     entry = module.computations[module.entries[0]].instructions
     for i in sorted((i for i in entry if i.opcode == "parameter"), key=lambda i: int(i.literal)):

@@ -142,7 +142,7 @@ def reduced_elements(config: Config, plan: ShardingPlan, accumulate: int) -> tup
 
 
 def _hops(config: Config, leaf: Leaf) -> float:
-    """Return how many elements are reduced per gradient element: 1, unless quantised data is reduced axis by axis."""
+    """Return the elements reduced per gradient element. More than 1 if quantised data is reduced axis by axis."""
     if codec_of(config.wire, leaf, gathers=False) is None:
         return 1
     return sum(1 / config.data.size(leaf.axes[k + 1 :]) for k in range(len(leaf.axes)))

@@ -65,7 +65,7 @@ class Cut:
         before = compat.part_of(self.jaxpr, eqns, self.jaxpr.invars, last.invars)
         (x,) = evaluate_as(before, (), [chunk.astype(self.jaxpr.invars[0].aval.dtype)], chunk.shape)
         x = jnp.broadcast_to(x, chunk.shape)
-        if is_padding is not None:  # the first element is of the first shard, which has no padding
+        if is_padding is not None:  # replace it by 0, or by the first element, which is never padding
             x = jnp.where(is_padding, 0 if self.reduce is jnp.sum else x[(0,) * x.ndim], x)
         return self.reduce(x)
 
@@ -175,7 +175,7 @@ class ChunkGradients:
     def begin(self, *, first: bool, share: Array | None, factor: Array | None) -> None:
         """Begin a microbatch, whose gradients are scaled by `share`.
 
-        In the last microbatch, `factor` is the factor for the sums over all microbatches. It is None in the others.
+        In the last microbatch, `factor` scales the sums over all microbatches. In the others, `factor` is None.
         """
         self._first, self._share, self._factor = first, share, factor
 
