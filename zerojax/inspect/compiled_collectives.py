@@ -258,7 +258,7 @@ def leaves_in(op_name: str) -> str:
 
 
 def lines_of_model(frames: Sequence[str]) -> list[str]:
-    """Return the frames in the user's model. Frames of the calling script, which are on the call stack, do not count."""
+    """Return the frames in the user's model. Frames of the calling script, now on the call stack, do not count."""
     callers = {f"{frame.f_code.co_filename}:{number}" for frame, number in traceback.walk_stack(None)}
     return [frame for frame in frames if compat.is_users(frame) and frame.rsplit(" in ", 1)[0] not in callers]
 
