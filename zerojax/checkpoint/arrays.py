@@ -231,8 +231,7 @@ def read_box(directory: Path, saved: SavedLeaf, box: tuple[slice, ...]) -> np.nd
     """Read a part of a leaf's storage into host memory. If the leaf is flat, `box` has one slice.
 
     Every slice of `box` has a start and an end. Elements beyond the leaf's logical shape are padding, and become zeros,
-    so `box` may be of a storage with other padding than the saved storage. Raise a `CheckpointError` if the files
-    cannot be read.
+    so `box` may be of a storage with other padding than was saved. Raise a `CheckpointError` for unreadable files.
     """
     rank = len(saved.data_shape)  # the data of PRNG keys has further dims, which are never padded
     edges = zip(box[:rank], saved.data_shape, strict=True)

@@ -108,9 +108,8 @@ def absent_mesh(topology: str, *, axes: tuple[str, ...] = ("data",)) -> Mesh:
 def absent_mesh_like(mesh: Mesh | AbstractMesh, topology: str, *, axes: tuple[str, ...]) -> Mesh:
     """Return a mesh of GPUs that this machine does not have, with the axes of `mesh`.
 
-    `axes` are those that divide the batch. If they are two, the first gets the number of hosts as its size, and the
-    second the GPUs that are left in a host. Otherwise the first is resized to fit all GPUs. All other axes keep their
-    sizes.
+    `axes` divide the batch. If they are two, the first gets the number of hosts as its size, and the second the GPUs
+    left in a host. Otherwise the first is resized to fit all GPUs. All other axes keep their sizes.
     """
     devices = absent_mesh(topology).devices.flatten()
     sizes, resized = dict(mesh.shape), axes if len(axes) == 2 else axes[:1]

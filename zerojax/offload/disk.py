@@ -46,7 +46,6 @@ class ChunkSpec:
         return max(1, -(-size // BLOCK)) * BLOCK
 
     def views(self, buffer: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Return the chunk's arrays as views of a buffer."""
         views, start = [], 0
         for shape, dtype in self.arrays:
             views.append(np.ndarray(shape, dtype, buffer, start))

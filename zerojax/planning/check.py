@@ -2,8 +2,7 @@
 
 The most common failure in JAX is a "stage 3" that silently keeps gathered parameters, or gathers all parameters at
 once. The second most common is a program in which the compiler moves activations between devices. `check` compares the
-compiled program with limits that are computed from the model alone (contract.py). Each excess is a finding, which names
-leaves and lines.
+compiled program with limits computed from the model alone (contract.py). Each excess is a finding.
 """
 
 import dataclasses
@@ -62,8 +61,7 @@ class Check:
         peak: Peak bytes per device: the sum of arguments, results and temporary memory.
         floor: Bytes per device that the contract allows: the program's arguments and results, the gradients, and the
             memory of the backward pass or of the update, whichever is larger. The backward pass may take the temporary
-            memory of plain jit with replicated parameters, and three layers of the largest size (in use, prefetched,
-            gradients).
+            memory of plain jit with replicated parameters, and 3 x the largest layer (in use, prefetched, gradients).
         gathered: Elements of parameters that are all-gathered, counted in full tensors.
         gathered_formula: The most elements that the stage may gather.
         reduced: Elements of gradients that are reduce-scattered or all-reduced, counted in full tensors.

@@ -229,7 +229,6 @@ def read_plan(
     batch: int | None,
     largest_batch: int | None = None,
 ) -> Plan:
-    """Read a plan from a compiled step. See `Plan` for the arguments."""
     gpus = Topology.parse(topology)
     device = Device.of(gpus)
     module, analysis = read(step.program), memory_analysis(step.program)

@@ -1,8 +1,7 @@
 """Estimate bytes per device and bytes sent, for every stage, before any array is made.
 
 The shapes of the optimizer's state come from `jax.eval_shape` of the transformation's `init`, and are sharded as in
-training. Activations are not included, because they depend on the model's code. `zerojax.plan` compiles the step, and
-measures its peak.
+training. Activations are not included: they depend on the model's code. `zerojax.plan` compiles a step to measure them.
 """
 
 from __future__ import annotations

@@ -222,8 +222,7 @@ def largest_that_fits(peak: Callable[[int], float], usable: float, *, start: int
     jump. At round counts, peaks are almost linear, so the next guess is where the line through the two peaks nearest to
     `usable` reaches `usable`. The search ends at two neighbouring round counts of which only the smaller fits.
 
-    `peak(count)` compiles for a count of at least 1, and returns the peak bytes. `start` is the first guess, which need
-    not be round.
+    `peak(count)` compiles for a count of at least 1, and returns the peak bytes. `start` is any first guess.
     """
     peaks: dict[int, float] = {}
     fits, exceeds, guess = 0, None, start

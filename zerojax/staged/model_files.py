@@ -219,7 +219,7 @@ def placed_leaf(config: Config, x: Any, leaf: Leaf) -> Array:
 
 @contextlib.contextmanager
 def begun_on_disk(config: Config, plan: ShardingPlan, params: PyTree) -> Iterator[tuple[PyTree, list]]:
-    """Write the parameters of a new run to files. Yield the stored tree, and the list to make the optimizer state of.
+    """Write the parameters of a new run to files. Yield the stored tree, and a list from which the state is made.
 
     If `params` are shapes, no file is written. After an error in the context, the files are given up.
     """

@@ -58,7 +58,6 @@ class StreamedUpdate:
     """
 
     def __init__(self, config: Config, plan: ShardingPlan, compiler_options: Mapping[str, Any] = MappingProxyType({})):
-        """Plan the update. Its programs are compiled with `compiler_options`."""
         self.config = config
         self.plan = plan
         self.update = None if config.offload is None else config.offload.update
@@ -183,7 +182,6 @@ class UpdateQueue:
         self._returning: list[Array] = []
 
     def update(self) -> tuple[list, list]:
-        """Run the update; see `StreamedUpdate.run`."""
         self._fetch(IN_FLIGHT - 1)
         for g, group in enumerate(self._groups):
             in_flight = GroupInFlight(group, self._params_of(group), [self._state[k] for k in group.resident])
