@@ -46,9 +46,11 @@ def pytest_runtest_logreport(report):
 
 
 @functools.cache
-def mesh_of(count):
-    """A mesh of the first `count` devices on one axis."""
-    return jax.make_mesh((count,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:count])
+def mesh_of(*sizes, names=None, kind=AxisType.Auto):
+    """A mesh of the first devices: on one axis, over hosts and their GPUs, or on the axes of these names."""
+    names = names or (("data",) if len(sizes) == 1 else ("host", "gpu"))
+    devices = jax.devices()[: math.prod(sizes)]
+    return jax.make_mesh(sizes, names, axis_types=(kind,) * len(sizes), devices=devices)
 
 
 @pytest.fixture

@@ -25,12 +25,8 @@ from zerojax.offload.folder import DiskError
 from zerojax.offload.host import KINDS
 
 
-def of_two_hosts(axis_types=AxisType.Auto):
-    return jax.make_mesh((2, 4), ("host", "gpu"), axis_types=(axis_types,) * 2)
-
-
 def hybrid(**options):
-    return {"stage": 3, "mesh": of_two_hosts(), "axis": ("host", "gpu"), **options}
+    return {"stage": 3, "mesh": mesh_of(2, 4), "axis": ("host", "gpu"), **options}
 
 
 WAYS = {
@@ -175,7 +171,7 @@ def test_every_type_has_every_bit_on_other_devices():
 
 def test_a_conversion_on_the_devices_has_every_bit():
     """Zeros keep their sign, and a NaN its bits: numbers are not added."""
-    host, of = every_bit("float32"), of_two_hosts()
+    host, of = every_bit("float32"), mesh_of(2, 4)
     leaf = lambda *given: Leaf("", (50,), jnp.dtype("float32"), *given)
     both, axes = leaf(("host", "gpu"), 8, "sharded", 0), ("gpu", "host")
     others = [leaf(("gpu",), 4, "sharded", 0), leaf(("gpu",), 4, "flat"), leaf(axes, 8, "flat"), leaf((), 1)]
@@ -202,7 +198,7 @@ def test_precision_changes_as_a_checkpoint_changes_it():
 
 
 def test_keys_mutable_state_and_explicit_axes():
-    tx = transformation(3, mesh=of_two_hosts(AxisType.Explicit), axis=("host", "gpu"))
+    tx = transformation(3, mesh=mesh_of(2, 4, kind=AxisType.Explicit), axis=("host", "gpu"))
     mutable = {"key": jax.random.key(3), "mean": jnp.arange(4.0), "none": jnp.zeros((0, 2))}
     state = tx.create(awkward_params(), mutable=mutable)
     expected = logical_leaves(state)

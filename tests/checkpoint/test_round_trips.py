@@ -76,7 +76,7 @@ def test_every_layout_is_restored_and_saved_and_restored_into_another(a_run, tmp
 def test_restores_onto_a_mesh_with_another_axis(tmp_path):
     params = {"w": jnp.arange(16.0 * 24).reshape(16, 24), "b": jnp.ones(5)}
     state = transformation(3).create(params)
-    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    mesh = mesh_of(4, 2, names=("data", "model"))
     where = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "model"))
     divided = {"w": jax.device_put(params["w"], where), "b": params["b"]}
     like = transformation(3, mesh=mesh).create(divided)

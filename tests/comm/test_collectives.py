@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import mesh_of
 from engine_helpers import QUICK
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zerojax import jaxprs
@@ -19,11 +20,8 @@ from zerojax.layout.leaf import Leaf
 
 AXES = ("host", "gpu")
 SIZES = {"host": 2, "gpu": 4}
+MESH = mesh_of(2, 4)
 SHAPES = {"replicated": (3,), "first dim": (8, 3), "padded": (3, 5), "flat": (3, 3), "small": (2,)}
-
-
-def mesh():
-    return jax.make_mesh(tuple(SIZES.values()), AXES, axis_types=(AxisType.Auto,) * 2)
 
 
 def leaf_of(name, axes, dtype=jnp.float32):
@@ -35,7 +33,7 @@ def leaf_of(name, axes, dtype=jnp.float32):
 
 
 def mapped(fn, in_specs, out_specs):
-    return jax.shard_map(fn, mesh=mesh(), in_specs=in_specs, out_specs=out_specs, axis_names=set(AXES), check_vma=False)
+    return jax.shard_map(fn, mesh=MESH, in_specs=in_specs, out_specs=out_specs, axis_names=set(AXES), check_vma=False)
 
 
 def reduced(comm, leaves, exposed):
@@ -63,7 +61,7 @@ def test_gradients_are_summed_over_all_axes_and_sharded_over_their_leafs(name, b
     stacks = [jax.random.randint(k, (8, *x.shape), 0, 9).astype(x.dtype) for k, x in zip(keys, leaves, strict=True)]
     found = jax.jit(reduced(ManualCollectives(AXES, bucket_bytes), leaves, exposed), compiler_options=QUICK)(stacks)
     for leaf, stack, x in zip(leaves, stacks, found, strict=True):
-        assert x.sharding.is_equivalent_to(NamedSharding(mesh(), leaf.spec), x.ndim)
+        assert x.sharding.is_equivalent_to(NamedSharding(MESH, leaf.spec), x.ndim)
         np.testing.assert_array_equal(x, in_storage_shape(stack.sum(0), leaf), err_msg=leaf.path)
 
 
@@ -100,9 +98,9 @@ def test_leaves_that_another_axis_divides_share_a_bucket_with_others_in_global_v
     plain = Leaf("['plain']", (8, 3), np.dtype(np.float32), ("gpu",), 4, "sharded", 0)
     leaves = [plain, dataclasses.replace(plain, path="['tp']", shape=(6, 8), dim=1, others=("host",))]
     leaves.append(dataclasses.replace(leaves[1], path="['padded']", shape=(3, 4), dim=0, others=(None, "host")))
-    comm = Collectives(("gpu",), mesh=mesh())
+    comm = Collectives(("gpu",), mesh=MESH)
     arrays = [jnp.arange(1.0, leaf.size + 1).reshape(leaf.shape) for leaf in leaves]
-    put = lambda x, leaf: jax.device_put(in_storage_shape(x, leaf), NamedSharding(mesh(), leaf.spec))
+    put = lambda x, leaf: jax.device_put(in_storage_shape(x, leaf), NamedSharding(MESH, leaf.spec))
     shards = list(map(put, arrays, leaves))
 
     def there_and_back(*shards):
@@ -114,7 +112,7 @@ def test_leaves_that_another_axis_divides_share_a_bucket_with_others_in_global_v
     for leaf, array, gathered, reduced in zip(leaves, arrays, full, sums, strict=True):
         np.testing.assert_array_equal(gathered, array)
         np.testing.assert_array_equal(reduced, in_storage_shape(10 * array, leaf))
-        assert reduced.sharding.is_equivalent_to(NamedSharding(mesh(), leaf.spec), reduced.ndim)
+        assert reduced.sharding.is_equivalent_to(NamedSharding(MESH, leaf.spec), reduced.ndim)
     jaxpr = jax.make_jaxpr(there_and_back)(*shards).jaxpr
     parts = [math.prod(leaf.storage_shape) // (2 if leaf.others else 1) for leaf in leaves]
     assert operands_of(jaxpr, "all_gather") == [sum(parts) // 4]

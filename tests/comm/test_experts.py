@@ -30,7 +30,7 @@ WAYS = {"all": ("data", ("data",)), "one": ("expert", BOTH)}
 
 
 def mesh_for(way):
-    return mesh_of(8) if way == "all" else jax.make_mesh((2, 4), BOTH, axis_types=(AxisType.Auto,) * 2)
+    return mesh_of(8) if way == "all" else mesh_of(2, 4, names=BOTH)
 
 
 def parameters(experts=EXPERTS):
@@ -178,7 +178,7 @@ def test_quantised_over_the_other_axes_alone(stage, options):
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 3])
 def test_on_explicit_axes_too(stage, monkeypatch):
-    explicit = jax.make_mesh((2, 4), BOTH, axis_types=(AxisType.Explicit,) * 2)
+    explicit = mesh_of(2, 4, names=BOTH, kind=AxisType.Explicit)
     monkeypatch.setitem(globals(), "mesh_for", lambda way: explicit)
     tx = zero("one", stage)
     found, state, _ = trained("one", tx)

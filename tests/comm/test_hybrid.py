@@ -11,7 +11,6 @@ import optax
 import pytest
 from conftest import fraction, mesh_of, quick_or_slow
 from flat_options import tuned
-from jax.sharding import AxisType
 from models import awkward_batches, awkward_loss, awkward_params, floats_only
 
 import zerojax.offload
@@ -29,9 +28,8 @@ WAYS = {"shards": {"shard_axis": "gpu"}, "params": {"params_axis": "gpu"}, "all"
 
 
 def zero(stage=3, name="adamw", way="shards", **options):
-    mesh = jax.make_mesh((2, 4), AXES, axis_types=(AxisType.Auto,) * 2)
     options = {"persist_below": BELOW} | WAYS[way] | options
-    return zero_shard(OPTIMIZERS.get(name, name), stage=stage, mesh=mesh, axis=AXES, **tuned(**options))
+    return zero_shard(OPTIMIZERS.get(name, name), stage=stage, mesh=mesh_of(2, 4), axis=AXES, **tuned(**options))
 
 
 def trained(tx, **options):

@@ -9,12 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import quick_or_slow
+from conftest import mesh_of, quick_or_slow
 from engine_helpers import QUICK
 from flat_options import tuned
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from zerojax import Precision, Wire, check, collectives, estimate, report, zero_shard
@@ -27,10 +26,6 @@ from zerojax.train.same_run import run_record
 
 AXES = ("host", "gpu")
 BLOCK = 16
-
-
-def mesh():
-    return jax.make_mesh((2, 4), AXES, axis_types=(AxisType.Auto,) * 2)
 
 
 # The largest error of an element, as a share of its block's largest magnitude, and of itself.
@@ -118,7 +113,7 @@ def test_sums_are_of_parts_that_were_rounded_once_an_axis(shape, dim, over):
     def local(parts):
         return [x.reshape(1, -1) for x in comm.reduce_scatter([x[0] for x in parts], leaves)]
 
-    fn = jax.shard_map(local, mesh=mesh(), in_specs=([P(AXES)] * 2,), out_specs=[P(AXES)] * 2, check_vma=False)
+    fn = jax.shard_map(local, mesh=mesh_of(2, 4), in_specs=([P(AXES)] * 2,), out_specs=[P(AXES)] * 2, check_vma=False)
     for leaf, x, found in zip(leaves, parts, jax.jit(fn, compiler_options=QUICK)(parts), strict=True):
         expected = numpy_reduced(np.asarray(x), leaf, Codec("int8", BLOCK), over)
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
@@ -135,7 +130,7 @@ def test_a_gathered_parameter_is_its_rounded_shards(axes, over):
     stored = [jnp.pad(x, pad) for x, pad in zip(arrays, pads, strict=True)]
     specs = [leaf.spec for leaf in leaves]
     gather = lambda shards: comm.all_gather(shards, leaves)
-    fn = jax.shard_map(gather, mesh=mesh(), in_specs=(specs,), out_specs=[P()] * 2, check_vma=False)
+    fn = jax.shard_map(gather, mesh=mesh_of(2, 4), in_specs=(specs,), out_specs=[P()] * 2, check_vma=False)
     codec = Codec("int8", BLOCK)
     for leaf, array, x, found in zip(leaves, arrays, stored, jax.jit(fn)(stored), strict=True):
         if not set(over) & set(axes):
@@ -177,7 +172,7 @@ WIRE = Wire(gather="int8", reduce="int4", block=BLOCK, where=("*/up", "*/down"))
 
 
 def transformation(stage=3, *, tx=None, wire=WIRE, axis=AXES, **options):
-    options = {"mesh": mesh(), "axis": axis, "persist_below": 64} | options
+    options = {"mesh": mesh_of(2, 4), "axis": axis, "persist_below": 64} | options
     return zero_shard(tx or optax.sgd(1.0), stage=stage, wire=wire, **tuned(**options))
 
 

@@ -1,6 +1,5 @@
 """Batches whose dims behind the rows are divided over axes of the model's, as `batch_spec` says."""
 
-import functools
 from types import SimpleNamespace
 
 import jax
@@ -8,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import quick_or_slow
+from conftest import mesh_of, quick_or_slow
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -26,16 +25,9 @@ BATCH = {
 }
 
 
-@functools.cache
-def mesh_of(kind=AxisType.Auto):
-    return jax.make_mesh((4, 2), ("data", "sequence"), axis_types=(kind,) * 2)
-
-
 def zero(stage=3, kind=AxisType.Auto, batch_spec=SPEC, **options):
-    tx = optax.sgd(1.0)
-    return zero_shard(
-        tx, stage=stage, mesh=mesh_of(kind), batch_spec=batch_spec, tuning=Tuning(persist_below=1), **options
-    )
+    mesh, tuning = mesh_of(4, 2, names=("data", "sequence"), kind=kind), Tuning(persist_below=1)
+    return zero_shard(optax.sgd(1.0), stage=stage, mesh=mesh, batch_spec=batch_spec, tuning=tuning, **options)
 
 
 def loss(params, batch):

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from conftest import mesh_of
 from flat_options import tuned
 from jax.sharding import AxisType
 
@@ -89,7 +90,7 @@ def changed_states(tx):
     narrow = {"w": PARAMS["w"].astype(jnp.bfloat16)}
     yield state.replace(params=narrow), r"params\['w'\] is bfloat16.*Cast .* type of the state: x\.astype\(float32\)"
     yield other.create(PARAMS), "made for stage 1 on 8 devices.*the step is for stage 3 on 8"
-    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    mesh = mesh_of(4, 2, names=("data", "model"))
     other = zero(mesh=mesh)
     yield other.create(PARAMS), "made for stage 3 .*'model': 2.*step is for stage 3 .*{'data': 8}"
     frozen = zero(trainable=lambda path, _: path != "v")
@@ -158,7 +159,7 @@ def test_a_state_whose_leaves_have_other_names():
 def test_an_update_inside_of_a_program_of_one_device(mesh):
     tx = zero_shard(optax.sgd(1.0), stage=1, mesh=mesh)
     update = lambda grads: tx.update(grads, tx.init(PARAMS), PARAMS)[0]
-    others = jax.make_mesh((2,), ("i",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    others = mesh_of(2, names=("i",))
     inside = jax.shard_map(update, mesh=others, in_specs=jax.P(), out_specs=jax.P(), check_vma=False)
     with pytest.raises(ValueError, match=r"inside of jax\.pmap or jax\.shard_map over 'i'.*mesh has 'data'.*outside"):
         inside(PARAMS)

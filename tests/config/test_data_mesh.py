@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from conftest import mesh_of
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import PartitionSpec
 from models import awkward_batches, awkward_loss, awkward_params, floats_only
 from parity import assert_parity
 
@@ -20,14 +20,9 @@ AXES = ("host", "gpu")
 CLIPPED = floats_only(optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2)))
 
 
-def mesh_2x4(*other):
-    names = (*AXES, *other)
-    return jax.make_mesh((2, 4, *(1 for _ in other)), names, axis_types=(AxisType.Auto,) * len(names))
-
-
 @functools.cache
 def trained(stage, several):
-    where = {"mesh": mesh_2x4(), "axis": AXES} if several else {"mesh": mesh_of(8)}
+    where = {"mesh": mesh_of(2, 4), "axis": AXES} if several else {"mesh": mesh_of(8)}
     tx = zero_shard(CLIPPED, stage=stage, tuning=Tuning(persist_below=50), **where)
     state, step = tx.create(awkward_params()), tx.train_step(awkward_loss)
     losses = []
@@ -53,7 +48,8 @@ def test_two_axes_equal_one(stage):
 
 
 def test_shards_are_over_both_axes_and_the_batch_too():
-    tx = zero_shard(optax.adam(1e-2), stage=3, mesh=mesh_2x4("model"), axis=AXES, tuning=Tuning(persist_below=50))
+    mesh = mesh_of(2, 4, 1, names=(*AXES, "model"))
+    tx = zero_shard(optax.adam(1e-2), stage=3, mesh=mesh, axis=AXES, tuning=Tuning(persist_below=50))
     shardings = tx.shardings({"w": jnp.ones((24, 64))})
     assert shardings.params["w"].spec == PartitionSpec(None, AXES)
     assert tx.config.data == DataMesh((("host", 2), ("gpu", 4), ("model", 1)), AXES, AXES, AXES, AXES)
@@ -94,5 +90,5 @@ def test_create_plans_once(mesh, monkeypatch):
 @pytest.mark.slow
 def test_offloaded_chunks_are_of_shards_over_both_axes():
     offload = Offload(optimizer="host", update="host", chunk_bytes=400)
-    tx = zero_shard(CLIPPED, stage=3, mesh=mesh_2x4(), axis=AXES, tuning=Tuning(persist_below=50), offload=offload)
+    tx = zero_shard(CLIPPED, stage=3, mesh=mesh_of(2, 4), axis=AXES, tuning=Tuning(persist_below=50), offload=offload)
     assert_parity(tx, awkward_loss, awkward_params(), awkward_batches(3))

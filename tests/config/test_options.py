@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from conftest import mesh_of
 from flat_options import tuned
 from jax.sharding import AxisType, PartitionSpec
 
@@ -25,12 +26,8 @@ BOTH = Offload(optimizer="host", params="host")
 ON_DISK = functools.partial(Offload, params="disk", optimizer="disk", path=".")
 
 
-def mesh_2x4(kind=AxisType.Auto):
-    return jax.make_mesh((2, 4), AXES, axis_types=(kind,) * 2)
-
-
 def config(stage=3, axis=AXES, **options):
-    return Config(optax.sgd(1.0), stage, mesh_2x4(), axis=axis, **options)
+    return Config(optax.sgd(1.0), stage, mesh_of(2, 4), axis=axis, **options)
 
 
 def shape(*dims, dtype=jnp.float32):
@@ -38,7 +35,7 @@ def shape(*dims, dtype=jnp.float32):
 
 
 def zero(axis=AXES, stage=1, mesh=None, **options):
-    return zero_shard(optax.sgd(1.0), stage=stage, mesh=mesh or mesh_2x4(), axis=axis, **tuned(**options))
+    return zero_shard(optax.sgd(1.0), stage=stage, mesh=mesh or mesh_of(2, 4), axis=axis, **tuned(**options))
 
 
 def step(**options):
@@ -61,7 +58,7 @@ def test_an_unknown_stage(stage):
         (lambda: zero(None), TypeError, "names one mesh axis, or several"),
         (lambda: zero(0), TypeError, "names one mesh axis, or several"),
         (lambda: zero(("data", 1)), TypeError, "names one mesh axis, or several"),
-        (lambda: zero(mesh=mesh_2x4(AxisType.Manual)), ValueError, r"Manual axes: 'host'.*Auto or Explicit"),
+        (lambda: zero(mesh=mesh_of(2, 4, kind=AxisType.Manual)), ValueError, r"Manual axes: 'host'.*Auto or Explicit"),
         (lambda: zero(mesh=jax.devices()), TypeError, r"jax\.sharding\.Mesh, not list"),
         (lambda: zero_shard(optax.sgd(1.0), stage=1, axis=AXES), ValueError, "names several axes, and no mesh"),
         (lambda: zero_shard(3e-4, stage=1), TypeError, "wraps an optax transformation.*got float"),

@@ -247,7 +247,7 @@ def test_to_the_code_of_a_module_padded_parameters_are_logical():
     quick_or_slow(list(itertools.product(STAGES, [AxisType.Auto, AxisType.Explicit])), [(3, AxisType.Auto)]),
 )
 def test_annotations_survive_the_optimizer(stage, kind):
-    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind,) * 2)
+    mesh = mesh_of(4, 2, names=("data", "model"), kind=kind)
     tx = zero_shard(optax.adam(1e-2), stage=stage, mesh=mesh, tuning=Tuning(persist_below=100))
     with jax.set_mesh(mesh):
         model = Annotated(nnx.Rngs(0))
@@ -259,7 +259,7 @@ def test_annotations_survive_the_optimizer(stage, kind):
 
 @pytest.mark.slow
 def test_a_module_is_born_sharded():
-    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    mesh = mesh_of(4, 2, names=("data", "model"))
     tx = zero_shard(optax.adam(1e-2), stage=3, mesh=mesh, tuning=Tuning(persist_below=100))
     model = zerojax.flax_nnx.init_module(lambda key: Annotated(nnx.Rngs(key)), tx, jax.random.key(0))
     assert specs_of("up", model) == {("data", "model")}
@@ -284,7 +284,7 @@ def test_a_module_is_born_with_its_other_variables():
     ],
 )
 def test_an_annotation_of_the_optimizer_state_is_kept_or_refused(stage, spec, of_param, wrong):
-    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    mesh = mesh_of(4, 2, names=("data", "model"))
     tx = zero_shard(optax.adam(1e-2), stage=stage, mesh=mesh, axis="data", tuning=Tuning(persist_below=100))
     with jax.set_mesh(mesh):
         module = nnx.Linear(16, 32, use_bias=False, rngs=nnx.Rngs(0))

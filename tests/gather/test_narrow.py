@@ -12,7 +12,6 @@ from flat_options import tuned
 from fp8_models import HIDDEN, OPS, WIDTH, fp8, gathered
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.sharding import AxisType
 
 from zerojax import Precision, Wire, zero_shard
 
@@ -231,10 +230,9 @@ def test_a_second_derivative_is_refused():
 @pytest.mark.parametrize("option", ["hybrid", "further", "accumulate", "hybrid accumulate", "wire"])
 def test_options_change_no_gradient(option, style, view):
     loss, params = loss_of(QUANTISERS["scale per column"], style), parameters(style, PADDED)
-    hosts = jax.make_mesh((2, 4), ("host", "gpu"), axis_types=(AxisType.Auto,) * 2)
     options = {
-        "hybrid": {"mesh": hosts, "axis": ("host", "gpu"), "shard_axis": "gpu"},
-        "further": {"mesh": hosts, "axis": ("host", "gpu"), "params_axis": "gpu"},
+        "hybrid": {"mesh": mesh_of(2, 4), "axis": ("host", "gpu"), "shard_axis": "gpu"},
+        "further": {"mesh": mesh_of(2, 4), "axis": ("host", "gpu"), "params_axis": "gpu"},
         "wire": {"wire": Wire(gather="int8")},
     }.get(option.split()[0], {})
     if "accumulate" not in option:

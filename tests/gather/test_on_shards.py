@@ -7,22 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import fraction
+from conftest import fraction, mesh_of
 from flat_options import tuned
 from jax import lax
-from jax.sharding import AxisType
 
 from zerojax import Tuning, collectives, zero_shard
 from zerojax.layout.leaf import is_padded
 
 DEPTH, WIDTH, HIDDEN = 3, 25, 257  # 8 devices divide neither, so every layer has padding
 LEAVES = jax.tree.leaves
-
-
-@functools.cache
-def mesh(*sizes):
-    names = ("data",) if len(sizes) == 1 else ("host", "gpu")
-    return jax.make_mesh(sizes, names, axis_types=(AxisType.Auto,) * len(sizes))
 
 
 def parameters(style):
@@ -127,7 +120,7 @@ X = jax.random.normal(jax.random.key(1), (64, WIDTH))
 
 @functools.cache
 def sharded(view):
-    return zero_shard(optax.sgd(1.0), stage=3, mesh=mesh(8), view=view, tuning=Tuning(persist_below=100))
+    return zero_shard(optax.sgd(1.0), stage=3, mesh=mesh_of(8), view=view, tuning=Tuning(persist_below=100))
 
 
 def assert_gradient(found, expected):
@@ -269,7 +262,7 @@ def test_gradients_of_merged_adapters_are_as_small_as_the_adapters(rank, style):
         return base({**frozen, "layers": layers}, x)
 
     options = {"tuning": Tuning(persist_below=1000), "trainable": lambda path, _: path.startswith("1/")}
-    tx = zero_shard(optax.sgd(1.0), stage=3, mesh=mesh(8), **options)
+    tx = zero_shard(optax.sgd(1.0), stage=3, mesh=mesh_of(8), **options)
     stored = tx.shard((params, adapters))
     compiled = jax.jit(tx.value_and_grad(loss)).lower(stored, X).compile()
     grads = tx.unshard(compiled(stored, X)[1])
@@ -291,7 +284,7 @@ def everything(params, x):
     [("global", "scanned", "shard_axis", 4), ("device", "unrolled", "params_axis", 1)],
 )
 def test_a_step_is_that_of_one_device(view, style, option, accumulate):
-    hybrid = {"mesh": mesh(2, 4), "axis": ("host", "gpu"), option: "gpu"}
+    hybrid = {"mesh": mesh_of(2, 4), "axis": ("host", "gpu"), option: "gpu"}
     tx = zero_shard(optax.sgd(1.0), stage=3, view=view, **tuned(persist_below=100, **hybrid))
     params = parameters(style)
     state = tx.create(jax.tree.map(jnp.copy, params))

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from conftest import mesh_of
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import AxisType
@@ -60,7 +61,7 @@ def trained(loss, **options):
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("view", ["global", "device"])
 def test_a_primitive_that_nobody_knows_is_differentiated_by_jax(view, stage, kind):
-    mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4], axis_types=(KINDS[kind],))
+    mesh = mesh_of(4, kind=KINDS[kind])
     params, value = trained(loss_with(CALL), view=view, stage=stage, mesh=mesh)
     expected, grads = jax.value_and_grad(loss_with(CALL))(PARAMS, BATCH)
     np.testing.assert_allclose(value, expected, rtol=1e-6)
@@ -72,7 +73,6 @@ def test_a_primitive_that_nobody_knows_is_differentiated_by_jax(view, stage, kin
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("view", ["global", "device"])
 def test_an_error_names_the_primitive_and_the_line_of_the_loss(view, stage):
-    mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4], axis_types=(AxisType.Auto,))
     with pytest.raises(NotImplementedError, match="Differentiation rule for 'forward_of_a_library'") as found:
-        trained(loss_with(FORWARD), view=view, stage=stage, mesh=mesh)
+        trained(loss_with(FORWARD), view=view, stage=stage, mesh=mesh_of(4))
     assert "# the layer" in "".join(traceback.format_exception(found.value))

@@ -5,8 +5,8 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from conftest import quick_or_slow
-from jax.sharding import AxisType, PartitionSpec
+from conftest import mesh_of, quick_or_slow
+from jax.sharding import PartitionSpec
 
 from zerojax import Offload, Precision, Tuning, zero_shard
 
@@ -127,7 +127,7 @@ def test_a_gradient_through_eval_step_is_that_of_its_function(offload, mesh):
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("view", ["global", "device"])
 def test_a_shard_map_over_another_axis_within_the_model(view):
-    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    mesh = mesh_of(4, 2, names=("data", "model"))
     whole, columns = PartitionSpec(), PartitionSpec(None, "model")
 
     def plain(params, batch):

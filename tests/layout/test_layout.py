@@ -13,7 +13,7 @@ from flax import linen as nn
 from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from models import awkward_params
 
 from zerojax import Padded, Tuning, report, zero_shard
@@ -113,13 +113,9 @@ def test_shapes_give_the_layout_of_live_arrays(mesh):
     assert shardings.grads["layer"]["w"].spec == PartitionSpec(None, "data")
 
 
-def tensor_parallel_mesh():
-    return jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-
-
 @pytest.mark.parametrize("stage", [1, 3])
 def test_another_axis_keeps_its_dim(stage):
-    mesh = tensor_parallel_mesh()
+    mesh = mesh_of(4, 2, names=("data", "model"))
     params = {"a": jnp.ones((16, 32)), "b": jnp.ones((32, 16))}
     specs = {"a": PartitionSpec(None, "model"), "b": PartitionSpec("model")}
     laid = jax.tree.map(lambda x, s: jax.device_put(x, NamedSharding(mesh, s)), params, specs)
@@ -146,7 +142,8 @@ RULES = (("mlp", "model"), ("embed", "data"))
 )
 def test_metadata_of_linen_and_nnx_names_the_other_axis(names, own, context):
     """Of logical names, a dim over a data axis is left to the layout."""
-    mesh, init, expected = tensor_parallel_mesh(), nn.initializers.lecun_normal(), PartitionSpec("data", "model")
+    mesh = mesh_of(4, 2, names=("data", "model"))
+    init, expected = nn.initializers.lecun_normal(), PartitionSpec("data", "model")
     tx = zero_shard(optax.adam(1e-2), stage=3, mesh=mesh, tuning=Tuning(persist_below=20))
     logical = functools.partial(nn.with_logical_partitioning, rules=own or None)
     dense = nn.Dense(64, kernel_init=(logical if own or context else nn.with_partitioning)(init, names))

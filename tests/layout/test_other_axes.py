@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import fraction, quick_or_slow
+from conftest import fraction, mesh_of, quick_or_slow
 from flat_options import tuned
 from flax import linen as nn
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -129,7 +129,7 @@ def test_a_layer_of_a_stack_over_another_axis(stage):
 def test_a_loop_written_by_hand_costs_what_a_step_costs(stage, form):
     """Inside of the user's jit, the types of parameters do not name the model's axis, unless its type is Explicit."""
     kind = AxisType.Explicit if form == "Explicit axes" else AxisType.Auto
-    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind,) * 2)
+    mesh = mesh_of(4, 2, names=("data", "model"), kind=kind)
     tx = zero_shard(optax.adam(1e-2), stage=stage, mesh=mesh, tuning=Tuning(persist_below=0))
     specs = PartitionSpec(None, "model"), PartitionSpec("model", None)
     laid = [

@@ -137,7 +137,7 @@ def test_states_of_masked_and_narrow_runs_are_taken(mesh):
 
 
 def test_inside_of_jit_and_on_explicit_axes():
-    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    mesh = mesh_of(4, 2, names=("data", "model"), kind=AxisType.Explicit)
     tx = zero_shard(optax.adam(1e-2), stage=2, mesh=mesh, tuning=Tuning(persist_below=64))
     plain = used(optax.adam(1e-2), PARAMS)
     state = jax.jit(tx.adopt)(plain, PARAMS)

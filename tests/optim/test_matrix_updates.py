@@ -198,7 +198,7 @@ def test_the_state_is_where_it_was():
     ids=["hsdp", "inside", "device view", "a mesh in the context"],
 )
 def test_owners_on_other_meshes_and_in_device_view(name, axes, kind, options):
-    mesh = jax.make_mesh((2, 4) if len(axes) > 1 else (8,), axes, axis_types=(kind,) * len(axes))
+    mesh = mesh_of(2, 4, kind=kind) if len(axes) > 1 else mesh_of(8, kind=kind)
     with jax.set_mesh(mesh) if kind == AxisType.Explicit else contextlib.nullcontext():
         tx = owned(name, 3, mesh, axis=axes, **options)
         assert found_by(tx, jax.eval_shape(params)).owned
@@ -207,7 +207,7 @@ def test_owners_on_other_meshes_and_in_device_view(name, axes, kind, options):
 
 @pytest.mark.slow
 def test_what_another_axis_shards_stays_as_it_is_and_the_plan_says_so():
-    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    mesh = mesh_of(4, 2, names=("data", "model"))
     tx = owned("muon", 3, mesh)
     given = params()
     given["alike"] = [jax.device_put(x, NamedSharding(mesh, PartitionSpec(None, "model"))) for x in given["alike"]]

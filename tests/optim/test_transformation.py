@@ -12,7 +12,6 @@ import optax
 import optax.contrib
 import pytest
 from conftest import mesh_of
-from jax.sharding import AxisType
 from models import awkward_params
 
 from zerojax import Tuning, zero_shard
@@ -170,10 +169,8 @@ def test_gradients_are_sharded_if_their_form_allows_it(stage, sharded):
 @pytest.mark.parametrize("sizes", [(2, 4), (4, 2)])
 def test_gradients_are_sharded_like_the_optimizer_state_over_all_axes(sizes):
     """Each host stores all parameters, but only its part of the gradients and of the optimizer state."""
-    mesh = jax.make_mesh(sizes, ("host", "gpu"), axis_types=(AxisType.Auto,) * 2)
-    tx = zero_shard(
-        optax.sgd(1.0), stage=3, mesh=mesh, axis=("host", "gpu"), tuning=Tuning(params_axis="gpu", persist_below=1)
-    )
+    tuning = Tuning(params_axis="gpu", persist_below=1)
+    tx = zero_shard(optax.sgd(1.0), stage=3, mesh=mesh_of(*sizes), axis=("host", "gpu"), tuning=tuning)
     layout = layout_of(tx.config, {"w": jnp.ones((16, 3))})
     (grad,) = TreeForm(tx.config, layout, (None,)).grads
     assert (grad.axes, grad.shards, grad.dim) == (layout.grads[0].axes, 8, 0)

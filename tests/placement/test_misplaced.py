@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from conftest import mesh_of
 from flat_options import tuned
 from flax.training.train_state import TrainState
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zerojax import Offload, report, zero_shard
@@ -88,7 +89,7 @@ def test_other_placements(mesh):
     assert found(w) == ["planned: sharded over 'data'; found: on one device"]
     assert found(on("data")) == found(on("data", None)) == []
     assert found(on("data"), transformation(mesh, SGD, stage=1)) == ["planned: replicated; found: sharded over 'data'"]
-    both = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    both = mesh_of(2, 4, names=("data", "model"))
     on_both = lambda *spec: jax.device_put(w, NamedSharding(both, P(*spec)))
     tensor = transformation(both, SGD)
     assert found(on_both("data", "model"), tensor) == found(on_both(("data",)), tensor) == []

@@ -18,7 +18,7 @@ import pytest
 from absent_gpus import aot
 from command_line import refused, run
 from conftest import mesh_of, quick_or_slow
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax import DynamicScale, Offload, Precision, Tuning, check, estimate, plan, report, zero_shard
 from zerojax.gpus import devices as gpu_devices
@@ -376,7 +376,7 @@ def test_types_are_those_that_jit_gives(mesh):
 
 @aot
 def test_a_jitted_function_keeps_its_shardings():
-    mesh = jax.make_mesh((2, 4), ("rows", "model"), axis_types=(AxisType.Auto,) * 2)
+    mesh = mesh_of(2, 4, names=("rows", "model"))
     w = jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec(None, "model")))
     x = jax.ShapeDtypeStruct((64, WIDTH), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec("rows")))
     f = jax.jit(lambda w, x: jax.grad(lambda w: jnp.tanh(x @ w).sum())(w), donate_argnums=0)
@@ -410,8 +410,7 @@ def test_data_axes_are_resized_to_hosts_and_gpus(names, sizes, axes, resized, mo
 
 @aot
 def test_a_batch_over_two_axes_is_planned_and_checked():
-    mesh = jax.make_mesh((2, 4), ("host", "gpu"), axis_types=(AxisType.Auto,) * 2)
-    tx = zero_shard(optax.adam(1e-3), stage=3, mesh=mesh, axis=("host", "gpu"), tuning=Tuning(persist_below=0))
+    tx = zero_shard(optax.adam(1e-3), stage=3, mesh=mesh_of(2, 4), axis=("host", "gpu"), tuning=Tuning(persist_below=0))
     found = plan(tx.train_step(loss), tx.create(shapes()), rows(64), topology="h100:2x8")
     row = estimate(shapes(), devices=16, stages=(3,), tuning=Tuning(persist_below=0))[3]
     assert (found.devices, found.memory["parameters"], found.sent_formula) == (16, row.params, row.sent)

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import optax
 import pytest
 from absent_gpus import aot
+from conftest import mesh_of
 from flat_options import tuned
-from jax.sharding import AxisType
 
 import zerojax
 from zerojax import Offload, Tuning, zero_shard
@@ -65,8 +65,7 @@ def test_a_step_of_many_programs_takes_no_options(mesh, tmp_path):
     ],
 )
 def test_two_collectives_run_at_once_where_they_have_two_groups(shape, options, is_set, monkeypatch):
-    mesh = jax.make_mesh(shape, ("host", "gpu"), axis_types=(AxisType.Auto,) * 2)
-    tx = zero_shard(optax.sgd(1e-2), mesh=mesh, axis=("host", "gpu"), **tuned(**{"stage": 3} | options))
+    tx = zero_shard(optax.sgd(1e-2), mesh=mesh_of(*shape), axis=("host", "gpu"), **tuned(**{"stage": 3} | options))
     assert tx.train_step(loss).compiler_options == {}  # on CPUs
     monkeypatch.setattr(tuning, "is_gpu", lambda config: True)
     step = tx.train_step(loss)
@@ -77,9 +76,8 @@ def test_two_collectives_run_at_once_where_they_have_two_groups(shape, options, 
 
 
 def test_a_step_with_an_option_of_the_mesh_runs_within_another_program(monkeypatch):
-    mesh = jax.make_mesh((2, 4), ("host", "gpu"), axis_types=(AxisType.Auto,) * 2)
     hybrid = Tuning(shard_axis="gpu", persist_below=0)
-    tx = zero_shard(optax.sgd(1e-2), stage=3, mesh=mesh, axis=("host", "gpu"), tuning=hybrid)
+    tx = zero_shard(optax.sgd(1e-2), stage=3, mesh=mesh_of(2, 4), axis=("host", "gpu"), tuning=hybrid)
     step, state = tx.train_step(loss), tx.create({"w": jnp.ones((4, 8))})
     monkeypatch.setattr(tuning, "options_of_mesh", lambda config: LEVEL)
     assert step.compiled_with == ("Compiled with the options xla_backend_optimization_level=0.",)

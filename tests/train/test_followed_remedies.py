@@ -28,9 +28,9 @@ ZERO = functools.partial(zero_shard, optax.sgd(0.1, momentum=0.9), mesh=mesh_of(
 TX = ZERO(stage=3)
 GLOBAL, DEVICE = ZERO(stage=3, view="global"), ZERO(stage=3, view="device")
 HOST = ZERO(stage=3, offload=Offload(optimizer="host", update="device"))
-EXPLICIT = ZERO(stage=3, mesh=jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,)))
+EXPLICIT = ZERO(stage=3, mesh=mesh_of(8, kind=AxisType.Explicit))
 MASTERS = ZERO(stage=1, precision=Precision.bf16())
-GRID = functools.partial(ZERO, stage=3, mesh=jax.make_mesh((4, 2), ("data", "seq"), axis_types=(AxisType.Auto,) * 2))
+GRID = functools.partial(ZERO, stage=3, mesh=mesh_of(4, 2, names=("data", "seq")))
 TILED = GRID(axis="data", batch_spec=P("data", "seq"))
 
 

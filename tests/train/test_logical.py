@@ -165,7 +165,7 @@ def test_states_and_gradients_are_logical_too(options, stored):
 def test_shapes_and_explicit_meshes(stored):
     shapes = zerojax.logical(transformation().shard(jax.eval_shape(model)))
     chex.assert_trees_all_equal_shapes_and_dtypes(shapes, model())
-    mesh = jax.make_mesh((7,), ("data",), devices=jax.devices()[:7], axis_types=(jax.sharding.AxisType.Explicit,))
+    mesh = mesh_of(7, kind=jax.sharding.AxisType.Explicit)
     on_explicit = transformation(mesh=mesh).shard(model())
     for found in (zerojax.logical(on_explicit), jax.jit(zerojax.logical)(on_explicit)):
         chex.assert_trees_all_equal(jax.device_get(found), jax.device_get(model()))

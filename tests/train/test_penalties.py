@@ -7,10 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import fraction, quick_or_slow
+from conftest import fraction, mesh_of, quick_or_slow
 from flat_options import tuned
 from jax import lax
-from jax.sharding import AxisType
 
 from zerojax import Precision, zero_shard
 
@@ -79,16 +78,10 @@ LOSSES = {
 OPTIONS = {"plain": {}, "hybrid": {"axis": ("host", "gpu"), "shard_axis": "gpu"}}
 
 
-@functools.cache
-def mesh(*sizes):
-    names = ("data",) if len(sizes) == 1 else ("host", "gpu")
-    return jax.make_mesh(sizes, names, axis_types=(AxisType.Auto,) * len(sizes))
-
-
 def transformed(stage, view, options="plain", **more):
     sizes = (8,) if options == "plain" else (2, 4)
     more = {"persist_below": 100, "trainable": lambda path, _: path != "frozen", **OPTIONS[options], **more}
-    return zero_shard(optax.sgd(1.0), stage=stage, view=view, mesh=mesh(*sizes), **tuned(**more))
+    return zero_shard(optax.sgd(1.0), stage=stage, view=view, mesh=mesh_of(*sizes), **tuned(**more))
 
 
 def stepped(tx, loss, **options):

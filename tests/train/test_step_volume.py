@@ -9,7 +9,6 @@ import numpy as np
 import optax
 import pytest
 from conftest import mesh_of, quick_or_slow
-from jax.sharding import AxisType
 from stacked_layers import CLIPPED, DEPTH, MERGES, OPTIMIZERS, WIDTH, compiled_step, loss, make_params
 
 from zerojax import Precision, Tuning, collectives, report, zero_shard
@@ -56,7 +55,7 @@ def test_each_matrix_has_its_collectives_and_small_leaves_share_one(stage):
 @pytest.mark.slow
 @pytest.mark.parametrize(("stage", "loop"), [(2, "fori_loop"), (1, "scan")])
 def test_a_loop_over_steps_moves_no_more_than_the_steps(stage, loop):
-    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    mesh = mesh_of(4, 2, names=("data", "model"))
     tx, steps = zero_shard(CLIPPED, stage=stage, mesh=mesh), 3
     step, state = tx.train_step(loss), tx.create(jax.eval_shape(make_params))
     rows = jax.ShapeDtypeStruct((steps, 8, WIDTH), jnp.float32)
