@@ -53,6 +53,11 @@ def mesh_of(*sizes, names=None, kind=AxisType.Auto):
     return jax.make_mesh(sizes, names, axis_types=(kind,) * len(sizes), devices=devices)
 
 
+def shape(*dims, dtype="float32"):
+    """An array's shape and type, without values."""
+    return jax.ShapeDtypeStruct(dims, dtype)
+
+
 @pytest.fixture
 def mesh():
     """All eight devices on one axis."""

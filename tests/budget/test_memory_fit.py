@@ -166,8 +166,6 @@ def test_memory_is_checked_where_it_is_given(mesh):
             tx.train_step(loss, memory=memory)
 
 
-# Absent GPUs
-
 WIDE = 1024
 
 

@@ -429,9 +429,6 @@ def test_an_array_that_cannot_be_read_is_one_error(reader, state, caplog, monkey
     assert not caplog.records
 
 
-# --- arguments ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [

@@ -90,8 +90,6 @@ def test_names_that_only_look_like_steps_are_none(tmp_path):
     assert directory.steps_in(tmp_path) == []
 
 
-# --- forks -------------------------------------------------------------------------------------------------------
-
 PARENT = """
 import ctypes, os, pathlib, sys
 from zerojax.offload.folder import lock

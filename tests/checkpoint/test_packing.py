@@ -92,9 +92,6 @@ def test_keys_of_another_implementation_are_named(tmp_path):
         checkpoints.restore(state)
 
 
-# --- several processes -------------------------------------------------------------------------------------------
-
-
 def test_blocks_of_several_processes_are_one_leaf(tmp_path):
     """Also where those of a process do not follow one another."""
     whole, pieces = np.arange(48, dtype=np.int16).reshape(8, 6), []

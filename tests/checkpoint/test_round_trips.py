@@ -331,9 +331,6 @@ def test_a_wider_type_takes_a_narrower_one(tmp_path):
     assert np.array_equal(np.asarray(found.params["w"]), wide["w"])
 
 
-# --- the folder --------------------------------------------------------------------------------------------------
-
-
 def test_stock_orbax_reads_the_arrays(tmp_path):
     import orbax.checkpoint as ocp
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from absent_gpus import aot
 from conftest import fraction, mesh_of, quick_or_slow
 from flat_options import tuned
 from models import awkward_batches, awkward_loss, awkward_params, floats_only
@@ -16,7 +17,6 @@ from models import awkward_batches, awkward_loss, awkward_params, floats_only
 import zerojax.offload
 from zerojax import Offload, Precision, Tuning, check, collectives, estimate, plan, report, zero_shard
 from zerojax.checkpoint import Checkpointer
-from zerojax.gpus.devices import installed
 from zerojax.inspect.compiled_collectives import CompiledCollectives
 
 AXES, BELOW = ("host", "gpu"), 50
@@ -108,7 +108,8 @@ def test_microbatches_are_reduced_across_hosts_once(way, view):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("way", "where"), [("shards", "host update"), ("shards", "params"), ("params", "disk"), ("params", "host")]
+    ("way", "where"),
+    [("shards", "host update"), ("shards", "params"), ("params", "disk"), ("params", "host"), ("all", "host update")],
 )
 def test_what_is_offloaded_trains_as_on_the_device(way, where, tmp_path):
     offload = {
@@ -222,7 +223,7 @@ def test_a_checkpoint_is_restored_over_other_axes(way, other, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(tx.unshard(restored.params)), params)
 
 
-@pytest.mark.skipif(not installed() or jax.__version_info__ < (0, 11), reason="needs the extra aot, of the newest jax")
+@aot
 def test_a_plan_tells_what_crosses_hosts():
     params = {"w": jax.ShapeDtypeStruct((1024, 1024), np.float32)}
     step, rows = zero().train_step(lambda p, x: (x @ p["w"]).sum()), jax.ShapeDtypeStruct((16, 1024), np.float32)

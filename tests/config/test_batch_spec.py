@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from absent_gpus import aot
 from conftest import mesh_of, quick_or_slow
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from zerojax import Tuning, check, collectives, compare, plan, tiled, zero_shard
 from zerojax.data import check_rows_of_processes, shard_batches
-from zerojax.gpus.devices import installed
 
 SPEC = P("data", "sequence")
 KEYS = jax.random.split(jax.random.key(0))
@@ -140,7 +140,7 @@ def test_a_process_gives_its_rows_only_where_it_has_rows_of_its_own():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not installed() or jax.__version_info__ < (0, 11), reason="needs the extra aot, of the newest jax")
+@aot
 def test_it_is_planned_and_checked_for_absent_gpus():
     tx = zero()
     step, state = tx.train_step(loss), tx.create(PARAMS)

@@ -9,12 +9,13 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from absent_gpus import aot
 from conftest import mesh_of
 from flax import linen
 from jax.sharding import NamedSharding, PartitionSpec
 
 from zerojax import Tuning, zero_shard
-from zerojax.gpus.devices import absent_mesh, installed
+from zerojax.gpus.devices import absent_mesh
 
 WIDTH, ROWS = 16, 16
 LAYER = re.compile(r"(?:Layer|Remat|Dense)_\d|Stack|Head|Linen")  # the scopes of the user's modules
@@ -116,8 +117,7 @@ def test_products_and_fusions_have_the_names_and_lines_of_plain_jit(model, stage
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not installed(), reason="needs the plugin that compiles for absent GPUs")
-@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the older compiler has no target for absent GPUs")
+@aot
 def test_on_gpus_each_kernel_is_named(optimized):
     text = by_zerojax("functions", 3, "global", absent_mesh("h100:8"))
     require_names(text, "dot|custom-call")

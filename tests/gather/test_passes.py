@@ -1,9 +1,5 @@
 """The planner's optional passes: each rewrites its example, and a plain network needs none of them."""
 
-import subprocess
-import sys
-import textwrap
-
 import jax
 import jax.numpy as jnp
 import pytest
@@ -86,29 +82,3 @@ def test_no_pass_overlooks_what_its_cheap_test_does_not_show_at_once(name, fn):
     found = next(optional for optional in PASSES if optional.__name__ == name)(loss)
     assert found is not None
     assert text_of(loss.rewritten(*found)) != text_of(loss)
-
-
-def test_a_plain_network_imports_no_module_of_a_rare_loss():
-    code = """
-        import sys
-        import jax, jax.numpy as jnp
-        from zerojax.gather.engine import trace_loss
-        from zerojax.layout.leaf import Leaf
-
-        def plain(params, x):
-            w, b, v = params
-            return jnp.mean((jax.nn.relu(x @ w + b) @ v - x) ** 2)
-
-        params = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in [(16, 32), (32,), (32, 16)]]
-        leaves = [Leaf("['w']", x.shape, x.dtype, ("data",), 8, "sharded", 0) for x in params]
-        trace_loss(plain, leaves, params, [jax.ShapeDtypeStruct((8, 16), jnp.float32)], differing=[0])
-        print(*sys.modules)
-    """
-    run = [sys.executable, "-c", textwrap.dedent(code)]
-    loaded = subprocess.run(run, capture_output=True, text=True, check=True).stdout.split()
-    rare = """
-        clusters equal known_parts loop merged narrow on_parts paired parts per_layer reduced scan scan_backward
-        shardwise sliced tiled unread unrolled working_set
-    """
-    assert "zerojax.gather.planner" in loaded
-    assert not {f"zerojax.gather.{name}" for name in rare.split()} & {*loaded}

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from conftest import mesh_of
+from conftest import mesh_of, shape
 from engine_helpers import lay_out, sharded_grad
 from flat_options import tuned
 from jax.extend import core as jex
@@ -109,7 +109,6 @@ def each_behind_its_norm(params, batch):
     ("loss", "trains_all"), [(tables, True), (towers, True), (behind_one_layer, False), (each_behind_its_norm, False)]
 )
 def test_no_more_is_gathered_at_once_than_prefetch_says(loss, trains_all, prefetch):
-    shape = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.float32)
     params = {"frozen": [shape(WORDS, WIDTH)] * BRANCHES, "trained": shape(WIDTH, WIDTH)}
     trainable = None if trains_all else lambda path, x: "trained" in str(path)  # frozen: no gradient orders the pass
     options = {"mesh": mesh_of(8), "persist_below": 1, "prefetch": prefetch, "trainable": trainable}

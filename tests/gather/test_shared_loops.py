@@ -4,19 +4,15 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from absent_gpus import aot
 from jax import lax
 
 from zerojax import Tuning, zero_shard
-from zerojax.gpus.devices import absent_mesh, installed
+from zerojax.gpus.devices import absent_mesh
 from zerojax.inspect.hlo import read
 from zerojax.inspect.roofline import overlap
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.usefixtures("optimized"),
-    pytest.mark.skipif(not installed(), reason="needs the extra aot"),
-    pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="compiled for GPUs with the newest jax"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("optimized"), aot]
 F32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
 
 

@@ -12,11 +12,12 @@ import long_context
 import numpy as np
 import optax
 import pytest
+from absent_gpus import aot
 from conftest import mesh_of, quick_or_slow
 from jax import lax
 
 from zerojax import Precision, Tuning, collectives, tiled, zero_shard
-from zerojax.gpus.devices import absent_mesh, installed
+from zerojax.gpus.devices import absent_mesh
 
 WIDTH, HIDDEN, VOCABULARY, LENGTH = 16, 32, 48, 22
 WHOLE = lambda fn, tiles: fn
@@ -163,7 +164,7 @@ def test_the_examples_model_is_the_same_in_tiles(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not installed() or jax.__version_info__ < (0, 11), reason="needs the extra aot, of the newest jax")
+@aot
 def test_no_more_memory_for_gpus_than_a_tile_needs(optimized):
     """Whole, logits and what is inside of the feed-forward layers are tokens times a width; a tile is a 64th of it."""
     length = wide = 16384

@@ -9,16 +9,12 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from absent_gpus import aot
 
 from zerojax import Precision, collectives, zero_shard
-from zerojax.gpus.devices import absent_mesh, installed
+from zerojax.gpus.devices import absent_mesh
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.usefixtures("optimized"),
-    pytest.mark.skipif(not installed(), reason="needs the extra aot"),
-    pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the yardstick is set for the newest jax"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("optimized"), aot]
 
 
 def figures(style, prefetch, layers=24, way="stage3", topology="h200:8", size="gpu"):

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-from jax.sharding import AxisType
+from conftest import mesh_of
 
 from zerojax.config import Config
 from zerojax.layout.tree import layout_of
@@ -18,7 +18,7 @@ from zerojax.zero import ZeroTransformation
 
 def train_plain(tx: optax.GradientTransformation, loss_fn: Callable, params: Any, batches: Sequence[Any]) -> Any:
     """Train with optax alone on one device. Return the parameters after the last step, and the losses."""
-    config = Config(tx, 0, jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:1]))
+    config = Config(tx, 0, mesh_of(1))
     program = StepProgram(config, StepOptions(), Loss(loss_fn))
     plain = PlainStep(program, layout_of(config, params))
     state, step, losses = plain.init(params), jax.jit(plain.step), []

@@ -142,15 +142,8 @@ def test_the_table_shows_totals_and_says_what_it_assumes():
     assert (str(CompiledCollectives()), CompiledCollectives().hidden_share) == ("no collectives", 1.0)
 
 
-RING = {
-    "all-gather": 7 / 8,
-    "reduce-scatter": 7 / 8,
-    "all-reduce": 14 / 8,
-    "all-to-all": 7 / 8,
-    "ragged-all-to-all": 7 / 8,
-    "collective-permute": 1,
-    "collective-broadcast": 1,
-}
+RING = dict.fromkeys(("all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all"), 7 / 8)
+RING |= {"all-reduce": 14 / 8, "collective-permute": 1, "collective-broadcast": 1}
 
 
 @pytest.mark.parametrize("kind", KINDS)

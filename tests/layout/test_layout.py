@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import mesh_of
+from conftest import mesh_of, shape
 from flax import linen as nn
 from flax import nnx
 from hypothesis import given
@@ -26,10 +26,6 @@ SHAPES = st.lists(st.integers(0, 5000), max_size=4).map(tuple)
 
 def rules(stage=3, shards=8, persist_below=100):
     return LayoutPolicy(stage, DataMesh.for_stage({"data": shards}, ("data",), stage), persist_below)
-
-
-def shape(*dims, dtype=jnp.float32):
-    return jax.ShapeDtypeStruct(dims, dtype)
 
 
 @given(st.integers(1, 10**9), st.integers(1, 4096))

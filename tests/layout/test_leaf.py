@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from conftest import shape
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,10 +22,6 @@ F32 = np.dtype("float32")
 SHARDED = Leaf("['w']", (13, 7), F32, ("gpu",), 4, kind="sharded", dim=0, further=2)
 FLAT = Leaf("['b']", (3,), F32, ("gpu",), 4, kind="flat", reason="small")
 WHOLE = Leaf("['s']", (5, 2), F32, ("gpu",), 4, reason="because")
-
-
-def shape(*dims, dtype=jnp.float32):
-    return jax.ShapeDtypeStruct(dims, dtype)
 
 
 def policy(stage=3, persist_below=4, params_axes=(), **options):

@@ -308,8 +308,6 @@ def test_a_failed_write_is_raised_once(tmp_path, call):
         store.read(0)
 
 
-# --- kills -------------------------------------------------------------------------------------------------------
-
 CYCLE = """
 import contextlib, itertools, sys
 import numpy as np

@@ -9,12 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from absent_gpus import aot
 from conftest import quick_or_slow
 from flat_options import tuned
 from jax.ad_checkpoint import checkpoint_name
 
 from zerojax import Tuning, jaxprs, zero_shard
-from zerojax.gpus.devices import absent_mesh, installed
+from zerojax.gpus.devices import absent_mesh
 
 LAYERS, ROWS, WIDTH, HIDDEN, KEPT = 5, 16, 24, 32, 40
 STYLES = ["scan", "unrolled"]
@@ -173,8 +174,7 @@ def test_flax_modules_take_the_policy():
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("optimized")
-@pytest.mark.skipif(not installed(), reason="needs the extra aot")
-@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="held against the newest jax")
+@aot
 def test_activations_leave_a_gpus_memory():
     """XLA:CPU has one memory: only a program compiled for a GPU shows what offloading saves. Layers are unrolled.
 

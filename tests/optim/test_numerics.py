@@ -399,9 +399,6 @@ def test_predicates_see_logical_shapes_in_master_types(mesh):
     assert seen == {("w", struct, (13, 7), "float32"), ("b", struct, (3,), "float32")}
 
 
-# Norms
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("stage", "count"), [(1, 3), (3, 8)])
 def test_the_norm_is_that_of_the_mean_gradient(stage, count):
@@ -518,9 +515,6 @@ def test_frozen_leaves_are_not_reduced_and_are_gathered_all_the_same(stage, mesh
     assert found.moved("reduce-scatter").elements == 2 * 256**2
     gathered = found.moved("all-gather").elements / 256**2
     assert gathered >= 3 if stage == 3 else gathered == 2  # at stage 3 the frozen one too; the others after the update
-
-
-# Everything at once
 
 
 @pytest.mark.slow

@@ -12,7 +12,6 @@ from conftest import mesh_of
 
 from zerojax import Tuning, zero_shard
 
-slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 SEEDS = jax.random.split(jax.random.key(0), 3)
 TOKENS = jax.random.randint(jax.random.key(1), (3, 24, 4), 0, 11)
 
@@ -67,7 +66,7 @@ def assert_equal(found, expected):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("stage", "view", "options"), [(3, "global", {}), slow(3, "device", {"accumulate": 2, "weighted": True})]
+    ("stage", "view", "options"), [(3, "global", {}), (3, "device", {"accumulate": 2, "weighted": True})]
 )
 def test_a_loop_under_vmap_trains_every_seed(stage, view, options):
     fn, plain = (weighted, weighted_mean) if options else (loss, loss)

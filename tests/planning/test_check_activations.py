@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from conftest import quick_or_slow
+from conftest import quick_or_slow, shape
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -14,7 +14,6 @@ from zerojax.planning.check import check_program
 from zerojax.train.arguments import place_batch
 
 WIDTH, ROWS, TIME = 64, 64, 16
-shape = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.float32)
 LAYERS, STACK = [shape(WIDTH, WIDTH)] * 4, shape(4, WIDTH, WIDTH)
 BATCH, SEQUENCES = shape(ROWS, WIDTH), shape(ROWS, TIME, WIDTH)
 

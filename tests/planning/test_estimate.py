@@ -203,7 +203,6 @@ def test_it_prints_a_table():
         (1e9, {"accumulate": 0}, ValueError, "accumulate counts microbatches and must be at least 1"),
         (1e6, {"bucket_bytes": 1}, TypeError, r"Give tuning=Tuning\(bucket_bytes=1\)"),
         (1e6, {"stage": 2}, TypeError, "no option 'stage'"),
-        (1e6, {"axis": "x"}, TypeError, "no option 'axis'"),
     ],
 )
 def test_bad_input_is_refused(model, options, error, message):

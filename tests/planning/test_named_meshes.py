@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from absent_gpus import aot
+from conftest import mesh_of
 from jax._src.cudnn import fused_attention_stablehlo as attention_of_cudnn
 from jax.experimental import pallas as pl
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
@@ -18,12 +19,6 @@ from zerojax.planning import absent_program
 
 WIDTH = 16
 ROWS = PartitionSpec("data")
-
-
-def mesh_with(count, explicit=False, names=("data",), shape=None):
-    kind = AxisType.Explicit if explicit else AxisType.Auto
-    devices = np.array(jax.devices()[:count]).reshape(shape or (count,))
-    return Mesh(devices, names, axis_types=(kind,) * len(names))
 
 
 def attention(x):
@@ -86,18 +81,18 @@ def lowered(mesh, block, stage=3):
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("name", CONSTRUCTS)
 def test_a_loss_that_names_an_abstract_mesh_is_that_of_any_devices(name, stage):
-    given, target = mesh_with(4), Mesh(np.array(jax.devices()[4:]), ("data",), axis_types=(AxisType.Auto,))
+    given, target = mesh_of(4), Mesh(np.array(jax.devices()[4:]), ("data",), axis_types=(AxisType.Auto,))
     make = CONSTRUCTS[name]
     assert lowered(target, make(given.abstract_mesh), stage) == lowered(target, make(target), stage)
 
 
 @pytest.mark.parametrize("name", TYPED)
 def test_a_loss_on_explicit_axes_asks_for_its_mesh(name):
-    make, target = TYPED[name], mesh_with(4, explicit=True)
+    make, target = TYPED[name], mesh_of(4, kind=AxisType.Explicit)
     assert lowered(target, lambda x: make(jax.sharding.get_abstract_mesh())(x)) == lowered(target, make(target))
 
 
-@pytest.mark.parametrize("named", [mesh_with(4), mesh_with(8).abstract_mesh], ids=["other devices", "other size"])
+@pytest.mark.parametrize("named", [mesh_of(4), mesh_of(8).abstract_mesh], ids=["other devices", "other size"])
 @pytest.mark.parametrize("name", CONSTRUCTS)
 def test_a_mesh_of_other_devices_is_refused_by_name(name, named):
     target = Mesh(np.array(jax.devices()[4:]), ("data",), axis_types=(AxisType.Auto,))
@@ -143,7 +138,7 @@ def kernel(x):
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
 def test_kernels_are_lowered_for_the_gpus_of_the_plan(bare):
     """Planned from simulated devices. The kernel computes a device's rows if it stands in a shard_map."""
-    mesh, specs = mesh_with(8), {"in_specs": ROWS, "out_specs": ROWS, "check_vma": False}
+    mesh, specs = mesh_of(8), {"in_specs": ROWS, "out_specs": ROWS, "check_vma": False}
     block = kernel if bare else jax.shard_map(kernel, mesh=mesh.abstract_mesh, **specs)
     tx = zero_shard(optax.adam(1e-3), stage=3, mesh=mesh, tuning=Tuning(persist_below=0))
     found = plan(tx.train_step(loss_of(block)), tx.create(PARAMS), BATCH, topology="h200:8")
@@ -171,7 +166,7 @@ def test_cudnn_attention_is_planned_without_cudnn(around, view, topology):
             batch, _ = (jax.checkpoint(layer) if around == "remat" else layer)(batch, w)
         return jnp.mean(batch.astype(jnp.float32) ** 2)
 
-    tx = zero_shard(optax.adam(1e-3), stage=3, mesh=mesh_with(4), view=view, precision=Precision.bf16())
+    tx = zero_shard(optax.adam(1e-3), stage=3, mesh=mesh_of(4), view=view, precision=Precision.bf16())
     shape = jax.ShapeDtypeStruct((64, 64), jnp.float32)
     params = shape.update(shape=(2, 64, 64)) if around == "scan" else [shape] * 2
     batch = jax.ShapeDtypeStruct((8, 128, 64), jnp.bfloat16)
@@ -187,7 +182,7 @@ def test_cudnn_attention_is_planned_without_cudnn(around, view, topology):
 @aot
 @pytest.mark.slow
 def test_a_loss_on_an_abstract_mesh_is_checked_and_fitted():
-    mesh = mesh_with(4)
+    mesh = mesh_of(4)
     loss, plain = loss_of(on_rows(mesh.abstract_mesh)), loss_of(on_rows(absent_mesh("h200:4")))
     tx = zero_shard(optax.adam(1e-3), stage=3, mesh=mesh, tuning=Tuning(persist_below=0))
     absent = zero_shard(optax.adam(1e-3), stage=3, mesh=absent_mesh("h200:4"), tuning=Tuning(persist_below=0))
@@ -219,4 +214,4 @@ def test_a_function_with_zerojax_inside_is_planned_on_an_absent_mesh():
     found = plan(*made(absent_mesh("h200:8")), topology="h200:8")
     assert "all-gather" in {c.kind for c in found.collectives}
     with pytest.raises(ValueError, match=r"on a mesh \{'data': 4\}, and 'h200:8' has 8 devices.*count=8"):
-        plan(*made(mesh_with(4)), topology="h200:8")
+        plan(*made(mesh_of(4)), topology="h200:8")

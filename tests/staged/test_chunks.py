@@ -3,16 +3,12 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from conftest import shape
 from disk_models import LOSSES, batch_of, layer, model_params, on_disk
 
 from zerojax.layout.leaf import is_chunked
 from zerojax.offload.state_files import StateFiles
 from zerojax.staged.microbatch import Microbatch
-
-
-def shape(*dims):
-    return jax.ShapeDtypeStruct(dims, jnp.float32)
-
 
 PARAMS = {
     "up": shape(128, 352),

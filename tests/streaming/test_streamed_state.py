@@ -380,9 +380,6 @@ def test_plan_and_report_say_where_state_is(tmp_path):
     assert zero(optax.adam(1e-2), 3).create(awkward_params()).plan.groups == ""
 
 
-# Errors
-
-
 def test_a_plain_state_is_adopted_into_chunks():
     params, tx = {"w": jnp.arange(128.0).reshape(16, 8)}, optax.adam(1e-2)
     expected = tx.update(jax.tree.map(jnp.ones_like, params), tx.init(params), params)[1]

@@ -6,12 +6,10 @@ from collections import Counter
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 import yardstick
 from conftest import mesh_of
-from jax.sharding import AxisType
 from models import awkward_batches, awkward_loss, awkward_params, floats_only
 from parity import assert_parity
 from programs import TABLE
@@ -65,11 +63,8 @@ def test_an_axis_of_one_device_adds_nothing_to_hybrid_sharding(stage, axes):
     batch = jax.ShapeDtypeStruct((8, *batch.shape[1:]), batch.dtype)
 
     def text(shard_axis, stage, sizes):
-        devices = np.array(jax.devices()[:4]).reshape(sizes)
-        mesh = jax.sharding.Mesh(devices, ("host", "gpu"), axis_types=(AxisType.Auto,) * 2)
-        tx = zero_shard(
-            optax.sgd(1.0), stage=stage, mesh=mesh, axis=("host", "gpu"), tuning=Tuning(shard_axis=shard_axis)
-        )
+        options = {"mesh": mesh_of(*sizes), "axis": ("host", "gpu"), "tuning": Tuning(shard_axis=shard_axis)}
+        tx = zero_shard(optax.sgd(1.0), stage=stage, **options)
         return operations(jax.jit(tx.value_and_grad(loss)).lower(tx.shard(params), batch))
 
     if axes == (1, 4):  # as if the axis of hosts did not exist

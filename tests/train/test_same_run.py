@@ -19,7 +19,6 @@ from zerojax.comm import processes
 from zerojax.data import shard_batches
 from zerojax.inspect.hlo import peak_bytes
 from zerojax.offload import host
-from zerojax.train.same_run import checksum_of_array
 
 LAST = r"On process LAST, unlike 0: "
 PROGRAM = r"ValueError: The processes do not {} alike: the programs of process LAST differ from that of process 0\. "
@@ -345,13 +344,6 @@ def try_cases(folder, *names):
 def end_with(folder, name):
     os.chdir(folder)
     globals()[name]()
-
-
-@pytest.mark.parametrize("dtype", "bool int4 int8 uint16 int32 float8_e5m2 bfloat16 float32 complex64".split())
-def test_a_checksum_depends_on_every_bit_and_place(dtype):
-    a, b = (0, 1) if jnp.issubdtype(dtype, jnp.integer) or dtype == "bool" else (0.25, 0.5)
-    found = {int(checksum_of_array(jnp.asarray(x, dtype))) for x in ([a, b, b], [b, a, b], [a, b, a], [a, a, b])}
-    assert len(found) == 4
 
 
 @pytest.mark.slow
