@@ -48,7 +48,7 @@ def test_hessian_vector_products(stage, view):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("stage", [1, 3])
 def test_no_tracer_is_left_behind(stage, mesh):
     """JAX finds leaked tracers from 0.12 on. A replicated leaf beside a sharded one had its stand-in kept."""
     params = {"w": jnp.ones((16, 8)), "bias": jnp.ones(8)}

@@ -13,7 +13,7 @@ import numpy as np
 import optax
 import pytest
 from absent_gpus import aot
-from conftest import mesh_of, quick_or_slow
+from conftest import mesh_of
 from jax import lax
 
 from zerojax import Precision, Tuning, collectives, tiled, zero_shard
@@ -76,9 +76,7 @@ def test_value_and_derivatives_are_those_of_the_whole(tiles):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("stage", "view"), quick_or_slow([(3, "global"), (3, "device"), (1, "global")], [(3, "global")])
-)
+@pytest.mark.parametrize(("stage", "view"), [(3, "global"), (3, "device"), (1, "global")])
 def test_parameters_are_gathered_and_their_gradients_reduced_once_for_all_tiles(stage, view):
     tx = zero_shard(optax.sgd(1.0), stage=stage, mesh=mesh_of(8), view=view, tuning=Tuning(persist_below=1))
     loss, batch = loss_by(tiled, 4), BATCH | {"real": jnp.ones((8, LENGTH), bool)}

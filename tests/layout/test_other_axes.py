@@ -103,7 +103,7 @@ def test_in_device_view_too(way, stage):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("stage", [1, 3])
 def test_a_layer_of_a_stack_over_another_axis(stage):
     """Sliced along the dim that is divided over it, the rest has that axis no more."""
     mesh = mesh_for("pipeline")

@@ -84,7 +84,7 @@ def fitted(tx, gradient, params):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("stage", "optimizer"), [(3, backtracking), pytest.param(1, lbfgs, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("stage", "optimizer"), [(3, backtracking), (1, lbfgs)])
 def test_a_line_search_equals_that_of_one_device(stage, optimizer):
     tx = zero_shard(optimizer(), stage=stage, mesh=mesh_of(4), tuning=Tuning(persist_below=0))
     value, params, _ = fitted(tx, tx.value_and_grad(regression), tx.shard(UNEVEN))

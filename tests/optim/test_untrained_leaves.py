@@ -78,10 +78,7 @@ def test_a_run_leaves_integers_and_booleans_alone(tmp_path, name, stage, options
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "stage", "precision"),
-    [pytest.param("adamw", 2, Precision.bf16(), marks=pytest.mark.slow), ("noisy", 3, None)],
-)
+@pytest.mark.parametrize(("name", "stage", "precision"), [("adamw", 2, Precision.bf16()), ("noisy", 3, None)])
 @pytest.mark.parametrize("trained", [TRAINED, ("w",)])
 def test_a_loop_of_ones_own_does_so_too(name, stage, precision, trained):
     tx = zero(name, stage, precision=precision, trainable={name: name in ("mask", *trained) for name in PARAMS})
