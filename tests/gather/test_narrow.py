@@ -305,7 +305,7 @@ def test_a_quantised_product_may_also_return_an_integer():
 
     def loss(layers, x):
         results = [product(x, w["up"]) for w in layers]
-        return sum(jnp.mean(y**2) + 0 * count for y, count in results)
+        return sum(jnp.mean(y**2) + 0 * count.astype(y.dtype) for y, count in results)
 
     found = passes(loss, parameters("unrolled", PADDED))
     assert found["int8"] > 0
