@@ -3,6 +3,7 @@
 Every transformation of jaxprs in this library is a rule that is passed to `evaluate`.
 """
 
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -110,6 +111,11 @@ def differentiable(dtype: Any) -> bool:
     """Return whether values of a type have cotangents. PRNG keys have none, but other extended types do."""
     extended = jax.dtypes.issubdtype(dtype, jax.dtypes.extended)
     return not jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key) if extended else jnp.issubdtype(dtype, jnp.inexact)
+
+
+def dot_flops(eqn: Any) -> int:
+    (contracted, _), _ = eqn.params["dimension_numbers"]
+    return 2 * eqn.outvars[0].aval.size * math.prod(eqn.invars[0].aval.shape[dim] for dim in contracted)
 
 
 def nbytes(var: Any) -> int:

@@ -146,6 +146,21 @@ def test_a_state_that_grows(mesh):
         tx.update(PARAMS, tx.init(PARAMS), PARAMS)
 
 
+@pytest.mark.parametrize("offload", [None, Offload(optimizer="host")])
+def test_updates_in_another_tree(offload):
+    """Equally many leaves in another order would otherwise update each other's parameters."""
+    trace, params = optax.trace(0.9), {"a": jnp.ones((16, 8)), "b": jnp.ones((16, 8))}
+
+    def update(grads, state, params=None):
+        updates, state = trace.update(grads, state)
+        return [updates["b"], updates["a"]], state
+
+    tx = zero_shard(optax.GradientTransformation(trace.init, update), stage=1, offload=offload)
+    step = tx.train_step(lambda params, x: jnp.mean(x @ params["a"] + x @ params["b"]))
+    with pytest.raises(ValueError, match=r"changes the tree of its updates: what update returns lacks \['a'\]"):
+        step(tx.create(params), jnp.ones((16, 16)))
+
+
 def test_a_state_whose_leaves_have_other_names():
     """Equally many leaves would otherwise be stored under the names of others."""
     trace = optax.trace(0.9)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -194,7 +193,7 @@ def flops_of(eqn: Any) -> int:
     """
     name, facts = compat.name_of(eqn), jaxprs.facts(eqn)
     if name == "dot_general":
-        return dot_flops(eqn)
+        return jaxprs.dot_flops(eqn)
     if name == "conv_general_dilated":
         features = eqn.params["dimension_numbers"].rhs_spec[0]
         kernel = eqn.invars[1].aval
@@ -212,11 +211,6 @@ def flops_of(eqn: Any) -> int:
     if facts.kind in (Kind.REDUCTION, Kind.ALONG, Kind.WINDOW):
         return sum(_elements(atom) for atom in eqn.invars)
     return sum(map(_elements, eqn.outvars))
-
-
-def dot_flops(eqn: Any) -> int:
-    (contracted, _), _ = eqn.params["dimension_numbers"]
-    return 2 * eqn.outvars[0].aval.size * math.prod(eqn.invars[0].aval.shape[dim] for dim in contracted)
 
 
 def bytes_written(eqn: Any) -> int:

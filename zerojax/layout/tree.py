@@ -111,11 +111,11 @@ def lay_out(
 ) -> Layout:
     """Decide how each leaf of `params` is stored. The leaves are arrays, `Padded` arrays or shapes.
 
-    If another mesh axis divides a dim, as `others`, the leaf's sharding or Flax's metadata says, the data axes divide
-    another dim. Without `precision`, every leaf keeps its type. Without `trainable`, all leaves with a gradient are
-    trained. Without `wire`, no leaf is quantised. `overwrite` and `overwritten` choose leaves to overwrite, in addition
-    to those with the name `_overwrite_with_gradient`. Raise a TypeError for a leaf that is no array, or whose type is
-    unsafe.
+    Another mesh axis may divide a dim: `others`, the leaf's sharding or Flax's metadata say so. Then the data axes
+    divide another dim. Without `precision`, every leaf keeps its type. Without `trainable`, all leaves with a gradient
+    are trained. Without `wire`, no leaf is quantised. `overwrite` and `overwritten` choose leaves to overwrite, in
+    addition to those with the name `_overwrite_with_gradient`. Raise a TypeError for a leaf that is no array, or whose
+    type is unsafe.
     """
     found, treedef = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_padded)
     for path, x in found:

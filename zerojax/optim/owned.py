@@ -21,7 +21,6 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from zerojax import compat, jaxprs, signatures
-from zerojax.budget.graph import dot_flops
 from zerojax.config import Config
 from zerojax.dims import NOWHERE, Context, Follower, on_dim
 from zerojax.dims.moves import free_dims
@@ -310,9 +309,9 @@ class Costs:
         """Return the index of the dim in the result of a `dot_general`, or None if the dim is contracted."""
         (contracted, batch), free = eqn.params["dimension_numbers"], free_dims(eqn)
         if lhs is None and rhs is None:
-            self.repeated += dot_flops(eqn)
+            self.repeated += jaxprs.dot_flops(eqn)
             return None
-        self.divided += dot_flops(eqn)
+        self.divided += jaxprs.dot_flops(eqn)
         pairs = [*zip(*batch, strict=True), *zip(*contracted, strict=True)]
         if lhs is not None and rhs is not None and (lhs, rhs) not in pairs:
             # The product does not pair the two dims. Gather the second operand: half the bytes of an all-reduce.

@@ -149,6 +149,13 @@ class FlatUpdate:
             jax.tree.unflatten(tree, grads), jax.tree.unflatten(self.state_def, state), old, **extra
         )
         check_new_state(self.leaves.state, new)
+        if jax.tree.structure(updates) != tree:
+            found = jax.tree_util.tree_leaves_with_path(updates)
+            raise ValueError(
+                f"The transformation changes the tree of its updates: what update returns "
+                f"{tree_difference(found, self.leaves.grads)}. Let it return a tree like that of the gradients, as "
+                f"optax.apply_updates needs it."
+            )
         leaves = jax.tree.leaves(updates)
         if self.applies:
             leaves = new_params(self.config, self.trained, leaves, params)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -144,7 +143,8 @@ def differentiate_tree(config: Config, loss: Loss, *, accumulate: int) -> Callab
         shardings = lambda returned: (row_shardings(config.mesh, config.data, returned[0], batch), form.grad_shardings)
         return on_auto_mesh(config.user_mesh, run, params, mutable, batch, *with_types(args), shardings=shardings)
 
-    calls, what = itertools.count(), f"differentiate {getattr(loss.fn, '__name__', 'a loss')}"
+    checked: list = []  # one entry after the first call with arrays
+    what = f"differentiate {getattr(loss.fn, '__name__', 'a loss')}"
     same = SameCalls(config, what, (loss.has_aux, loss.weighted, loss.mutable, loss.reduction, accumulate))
 
     @functools.wraps(loss.fn, assigned=("__name__", "__qualname__", "__module__"), updated=())
@@ -157,8 +157,8 @@ def differentiate_tree(config: Config, loss: Loss, *, accumulate: int) -> Callab
             )
         is_new = same.is_needed and same.is_new(signature_of((params, state)), batch, rest)
         layout, rows = layout_of(config, params), place_batch(config, batch, accumulate)
-        is_traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(params))
-        if not is_traced and next(calls) == 0:
+        if not checked and not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(params)):
+            checked.append(True)
             warn_of_misplaced([("params", params, layout.params)], config.data.batch, stacklevel=2)
         with unusable_named(config.mesh, params=params, state=state, batch=rows):
             form = TreeForm(config, layout, padded_forms(params))
