@@ -41,7 +41,7 @@ class Codec:
     format: str  # one of `FORMATS`
     block: int  # the number of elements that share a scale; even
     stochastic: bool = False  # whether integers are rounded up or down at random, so that rounding is unbiased
-    over: tuple[str, ...] = ()  # the mesh axes over which a reduction sends quantised values
+    over: tuple[str, ...] = ()  # the mesh axes over which a reduction sends quantised values, and a gather sends first
 
     def bytes(self, size: int) -> int:
         return -(-size // self.block) * (self.block * FORMATS[self.format] // 8 + SCALE_BYTES)
@@ -68,12 +68,19 @@ class Codec:
     def all_gather(
         self, shards: Sequence[Shaped[Array, "*local"]], axes: tuple[str, ...]
     ) -> list[Shaped[Array, "shards elements"]]:
-        """Gather one bucket, and return the stack of each leaf's shards.
+        """Gather one bucket, and return the stack of each leaf's shards, in the order of `axes`.
 
-        Encoded bytes are also sent over the axes that are not in `over`: the results equal those of decoded values.
+        Each device sends its encoded shard over the axes in `over` first, and then what it received over the other
+        axes. So one encoded shard per device crosses the slow links that `over` names.
         """
-        payload = jnp.concatenate([self.encode(shard.ravel()) for shard in shards])
-        stacks = _split(lax.all_gather(payload, axes), [self.bytes(shard.size) for shard in shards])
+        plain = tuple(axis for axis in axes if axis not in self.over)
+        payload = lax.all_gather(jnp.concatenate([self.encode(shard.ravel()) for shard in shards]), self.over)
+        if plain:
+            gathered = lax.all_gather(payload, plain)
+            sizes = [lax.axis_size(axis) for axis in (*plain, *self.over)]
+            order = [(*plain, *self.over).index(axis) for axis in axes]
+            payload = gathered.reshape(*sizes, -1).transpose(*order, -1).reshape(-1, payload.shape[-1])
+        stacks = _split(payload, [self.bytes(shard.size) for shard in shards])
         return [self.decode(x, shard.size).astype(shard.dtype) for x, shard in zip(stacks, shards, strict=True)]
 
     def reduce_scatter(

@@ -200,8 +200,11 @@ def sent_bytes(config: Config, layout: Layout, accumulate: int, whole: Layout) -
 def gather_sent(config: Config, leaf: Leaf, itemsize: int) -> dict[tuple[str, ...], float]:
     """Return bytes that a device sends to gather a leaf once, by mesh axes."""
     codec = codec_of(config.wire, leaf, gathers=True)
-    shard = leaf.size * itemsize / leaf.shards if codec is None else codec.bytes(math.prod(leaf.local_shape))
-    return {leaf.axes: (leaf.shards - 1) * shard}
+    if codec is None:
+        return {leaf.axes: leaf.size * itemsize * (leaf.shards - 1) / leaf.shards}
+    shard, first = codec.bytes(math.prod(leaf.local_shape)), config.data.size(codec.over)
+    plain = tuple(axis for axis in leaf.axes if axis not in codec.over)
+    return {codec.over: (first - 1) * shard, plain: (leaf.shards - first) * shard}
 
 
 def reduce_sent(config: Config, leaf: Leaf, itemsize: int) -> dict[tuple[str, ...], float]:
