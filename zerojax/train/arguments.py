@@ -32,7 +32,7 @@ _TRACED = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct, int, float, 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Constant:
-    """A hashable argument that is not traced. It is a pytree node without leaves, so that jit compiles per value."""
+    """A hashable argument that is not traced: a pytree node without leaves, so that jit compiles once per value."""
 
     value: Any
 
@@ -42,7 +42,7 @@ class Constant:
 class Keywords:
     """The keyword arguments of a loss, by name. zerojax packs them into the last positional argument.
 
-    If `batch_too` is true, the batch is a dict of keyword arguments as well.
+    If `batch_too` is true, the batch also consists of keyword arguments: it is a dict of them.
     """
 
     values: dict[str, Any]
@@ -57,7 +57,7 @@ def separated(args: tuple, keywords: Mapping[str, Any], *, mutable: bool = False
     `mutable`, `args` begins with a mutable state.
 
     Returns:
-        `(mutable state or None, batch, further arguments)`. The further arguments are `packed`.
+        `(mutable state or None, batch, further arguments)`. `packed` has packed the further arguments.
 
     Raises:
         TypeError: If there is no batch.
@@ -111,7 +111,7 @@ def packed(args: tuple, keywords: Mapping[str, Any] | None = None, *, batch_too:
 
 
 def call_unpacked(fn: Callable, leading: tuple, batch: Any, args: tuple) -> Any:
-    """Call `fn` with the positional and keyword arguments of the user's call. `args` may be `packed` or not."""
+    """Call `fn` with the positional and keyword arguments of the user's call. Undo `packed` if it made `args`."""
     args = jax.tree.map(lambda x: x.value if is_constant(x) else x, args, is_leaf=is_constant)
     if not (args and isinstance(args[-1], Keywords)):
         return fn(*leading, batch, *args)
@@ -132,7 +132,7 @@ def _name(path: tuple) -> str:
 def is_even(batch: PyTree, parts: int) -> bool:
     """Return whether all leaves are arrays with equally many rows, a multiple of `parts`.
 
-    If not, `check_batch` accepts or refuses the batch. Its module is imported only then.
+    If False, the caller imports `checked`, and `check_batch` accepts or refuses the batch.
     """
     leaves = jax.tree.leaves(batch)
     others = [x for x in leaves if not isinstance(x, jax.Array | jax.ShapeDtypeStruct)]

@@ -1,20 +1,20 @@
 """What attaches to a training step from outside.
 
 A step places the batch, runs its program, and returns state and metrics. `step`, `step_program` and `state` do this.
-Everything else attaches in `executor_of` and `guard_of` of `step`. These functions import a module when its option is
-given, or its condition holds, and only then:
+Everything else attaches in `executor_of` and `guard_of` of `step`. These functions import a module only if its option
+is given, or its condition holds:
 
 | attached | by | option or condition | module |
 |---|---|---|---|
 | offloaded optimizer state | `Executor` | `Offload` | `streamed_step`, then `zerojax.streaming` |
 | parameters on disk | `Executor` | `Offload(params="disk")` | `staged_step`, then `zerojax.staged` |
-| activations that fit into memory | `Executor` around one of these | `memory=` | `fitting`, then `zerojax.budget` |
+| activations that fit into memory | `Executor` around another one | `memory=` | `fitting`, then `zerojax.budget` |
 | the same calls on all processes, and a limit of time | `Guard` | several processes, or `timeout=` | `attachments` |
 
 Without an option, the executor is a `JittedStep`, and there is no guard. Smaller parts have no protocol, and are
 imported where they are needed: aux, mutable state and norms per parameter (`optional_outputs`), compiler options for
-two groups of collectives (`config.tuning`), a state that the caller moved (`moved_state`), and in `zerojax.placement`
-the warning of the first call about misplaced arrays, and the name of an unusable array after an error.
+hybrid sharding (`config.tuning`), a state that the caller moved (`moved_state`), and a warning about misplaced arrays
+and an error that names an unusable array (`zerojax.placement.problems`).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Metrics(TypedDict):
 
 
 class Executor(Protocol):
-    """Runs the step of a `StepProgram`. Callers place the `rows` of the batch and check the arguments before."""
+    """Runs the step of a `StepProgram`. The caller has checked the arguments, and has placed the batch, `rows`."""
 
     def run(self, state: ZeroState, rows: Any, args: tuple) -> tuple[ZeroState, Metrics]:
         """Run a step, which donates the state, and return the next state and the metrics."""
@@ -61,11 +61,11 @@ class Executor(Protocol):
         ...
 
     def trace(self, state: ZeroState, rows: Any, args: tuple) -> Any:
-        """Trace the step's program, or the first of its programs, like `jax.jit(...).trace`. Shapes are enough."""
+        """Trace the step's program, or the first of its programs, like `jax.jit(...).trace`. Shapes are accepted."""
         ...
 
     def lower_update(self, state: ZeroState) -> list[Any]:
-        """Lower the programs that update offloaded state. Shapes are enough."""
+        """Lower the programs that update offloaded state. The leaves of `state` may be shapes."""
         ...
 
 
@@ -76,10 +76,10 @@ def limit_of(timeout: float | None, mesh: Mesh) -> float | None:
 
 
 class Guard:
-    """Compares each new call of a step over processes, and announces each call to the other processes.
+    """Compares the calls of a step with new shapes over processes, and announces every call to the other processes.
 
-    Without a guard, if one process hangs, dies, or makes another call, the other processes would wait forever in their
-    next collective.
+    Without a guard, if one process hangs, dies, or calls something else, the other processes would wait forever in
+    their next collective.
 
     A step may take `timeout` seconds after the previous step ends. If the user gave `timeout=`, a longer step ends the
     process, so that a scheduler can restart it. Otherwise the process only prints what it knows.
@@ -94,10 +94,10 @@ class Guard:
     def around(
         self, number: int, state: ZeroState, batch: Any, place: Callable[[], Any], args: tuple
     ) -> Iterator[Call]:
-        """Compare a call and its program over processes before the step runs, and yield the record of the call.
+        """Yield the record of a call, which other processes see. First compare a call with new shapes over processes.
 
-        `place` returns the batch on the devices. The caller sets the `result` of the record when the step is
-        dispatched. If the call compiles, its time limit begins only after the dispatch.
+        `place` returns the batch on the devices. The caller sets the record's `result` when it has dispatched the step.
+        If the call compiles, the time limit begins only after the dispatch.
         """
         program, config = self._program, self._program.config
         is_new = self._same.is_new(state.plan, batch, args, state.step)

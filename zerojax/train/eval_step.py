@@ -89,9 +89,9 @@ def eval_step(config: Config, fn: Callable) -> Callable:
 
 
 def others_of(config: Config, params: PyTree) -> tuple:
-    """Return `Leaf.others` of each parameter, because arrays under `jax.jit` do not show them; () if all are empty.
+    """Return the mesh axes, other than data axes, that divide each parameter (`Leaf.others`); () if there are none.
 
-    `config` must be the caller's own object and not a copy, because only the original remembers the sharding plans.
+    Arrays under `jax.jit` do not show these axes. `config` must not be a copy, because a copy has no sharding plans.
     """
     if not (config.data.compiler_axes or config.data.experts):
         return ()

@@ -26,10 +26,10 @@ from zerojax.train.state import ZeroState
 from zerojax.train.step_program import JittedStep
 from zerojax.units import format_bytes
 
-# The program is compiled again with a larger share if it takes less than this part of the memory.
+# If a program takes less than this part of the memory, the step is compiled again with a larger share.
 ENOUGH = 0.85
-# Each compilation has the largest share whose predicted peak is at most this part of the memory. The first prediction
-# does not include the temporary memory outside of blocks, which only a compiled program shows.
+# The n-th compilation has the largest share whose predicted peak is at most the n-th of these parts of the memory. The
+# first prediction does not include the temporary memory outside of blocks, which only a compiled program shows.
 _AIMS = (1.0, 0.97, 0.94)
 # Shares are multiples of 1 / `_STEPS`.
 _STEPS = 64
@@ -136,7 +136,7 @@ def devices_of_a_block(config: Config) -> int:
 
 
 def _bytes_per_device(x: Any) -> int:
-    """Return the bytes of device memory of one device's part of `x`. A value that is no array or shape has none."""
+    """Return the bytes of one device's part of `x` in device memory. 0 if `x` is neither an array nor a shape."""
     sharding = getattr(x, "sharding", None)
     if not hasattr(x, "dtype") or (sharding is not None and is_on_host(x)):
         return 0

@@ -1,8 +1,8 @@
-"""Compute loss and gradient of a microbatch, and combine those of all devices and microbatches.
+"""Compute the loss and gradient of each microbatch, and combine them over devices and microbatches.
 
-At stage 3, `zerojax.gather` runs the loss. It gathers each sharded parameter where it is used, and reduce-scatters its
-gradient in the backward pass. At stages 0 to 2, `full_passes` differentiates the loss on full parameters. The gradients
-that are not reduced in the backward pass are reduced here. The loss scale is divided out.
+At stage 3, `zerojax.gather` runs the loss: a sharded parameter is gathered where the loss uses it, and its gradient is
+reduce-scattered in the backward pass. At stages 0 to 2, `full_passes` differentiates the loss on full parameters. This
+file reduces the gradients that the backward pass does not reduce, and divides all gradients by the loss scale.
 
 References:
     Rajbhandari et al. 2020, arXiv 1910.02054, section 5.
@@ -64,22 +64,23 @@ def check_trained(layout: Layout) -> None:
 
 
 def gradients_of_one(view: View, given: LossInputs, scale: Array) -> StepGradients:
-    """Compute loss and gradients of a step with one microbatch. Arrays have the same shapes as in `combined`."""
-    returned, grads, factor, values = microbatch_gradients(view, given, scale)
+    """Compute loss and gradients of a step with one microbatch. `combined` states the shapes of arrays."""
+    returned, grads, mean_weight, values = microbatch_gradients(view, given, scale)
     stacked = jax.tree.map(lambda x: jnp.asarray(x)[None], returned._replace(mutable=None))
-    return combined(view, scale, stacked, view.reduce(grads), factor, returned.mutable, values)
+    return combined(view, scale, stacked, view.reduce(grads), mean_weight, returned.mutable, values)
 
 
 def combined(
-    view: View, scale: Array, returned: Returned, grads: list, factor: Array | None, mutable: PyTree, values: list
+    view: View, scale: Array, returned: Returned, grads: list, mean_weight: Array | None, mutable: PyTree, values: list
 ) -> StepGradients:
     """Combine the results of all microbatches and devices.
 
     Arrays have storage shape in global view, and local shape in device view. `returned` has the values that the loss
-    returned in each microbatch, stacked along dim 0. `factor` and `values` are as in `microbatch_gradients`.
+    returned in each microbatch, stacked along dim 0. `microbatch_gradients` describes `mean_weight`, which is None if
+    there are several microbatches, and `values`.
     """
     comm, aux, rows = view.comm, returned.aux, None
-    mean, weight, factor, weights_valid = mean_loss(view, returned.total, returned.weight, factor, scale)
+    mean, weight, factor, weights_valid = mean_loss(view, returned.total, returned.weight, mean_weight, scale)
     if view.reduces_across_once:
         grads = comm.reduce_across(grads, [view.reduced(k) for k in range(len(grads))])
     grads = unscale(grads, factor)
@@ -98,28 +99,29 @@ def combined(
 def microbatch_gradients(view: View, given: LossInputs, scale: Array):
     """Return the loss and gradient of one microbatch.
 
-    The cotangent is not divided by the number of losses, because a custom derivative rule may be nonlinear, such as
-    one that clips its cotangent. The gradients are divided later, with the loss scale or in the microbatch loop.
+    Gradients are divided by the number of losses later, in `unscale` or in the loop over microbatches. If the cotangent
+    of the loss were divided, a custom derivative rule that clips its cotangent would give other results.
 
     Returns:
-        `(returned, grads, factor, values)`:
+        `(returned, grads, mean_weight, values)`:
 
         - `returned`: the values that the loss returned.
         - `grads`: the gradients. Their sum over the devices is `scale` times the gradient of the sum of the losses.
-          For a weighted loss, their sum is `scale / factor` times the gradient of the sum of the totals.
-        - `factor`: the mean weight over the devices; None without weights. The sum of all weights is known only
-          after the last microbatch, so cotangents are divided by `factor` for now, which keeps them in range.
+          For a weighted loss, their sum is `scale / mean_weight` times the gradient of the sum of the totals.
+        - `mean_weight`: the mean of the devices' weights, or 1 if it is not positive; None if the loss has no weights.
+          Cotangents are divided by `mean_weight`, because gradients of a large total may overflow narrow types. The
+          sum of all weights is known only after the last microbatch.
         - `values`: the new value of each overwritten parameter.
     """
     if view.gathers_on_use:
         returned, pull = gathered_passes(view, given)
     else:
         returned, pull = full_passes(view, given)
-    cotangent, factor = scale.astype(returned.total.dtype), None
+    cotangent, mean_weight = scale.astype(returned.total.dtype), None
     if view.loss.weighted:
         weight = view.comm.over_workers(lax.pmean, returned.weight)
-        factor = jnp.where(weight > 0, weight, 1).astype(cotangent.dtype)
-        cotangent = cotangent / factor
+        mean_weight = jnp.where(weight > 0, weight, 1).astype(cotangent.dtype)
+        cotangent = cotangent / mean_weight
     # Multiply the cotangent by the loss scale, so that gradients in narrow types do not underflow.
     grads, values = pull(cotangent)
     view.loss.undivided[:] = view.comm.undivided_kernels()
@@ -129,11 +131,11 @@ def microbatch_gradients(view: View, given: LossInputs, scale: Array):
         # A new value belongs to the mean loss of this call, so it is also divided by this call's weight.
         own_weight = jnp.where(returned.weight > 0, returned.weight, 1)
         values = without_scale(view, values, given, cotangent * own_weight)
-    return returned, grads, factor, values
+    return returned, grads, mean_weight, values
 
 
 def trace_view(view: View, given: LossInputs) -> tuple[Program, list, Options, Any]:
-    """Return the loss as a program, the values of its arguments, its options, and the structure of its results."""
+    """Trace the loss. Return its program, the values and options to run it with, and the structure of its results."""
     comm, leaves, further = view.comm, view.layout.params, (given.mutable, given.batch, *given.args)
     pairs = zip(given.stored, leaves, strict=True)
     full = [jax.ShapeDtypeStruct(leaf.shape, x.dtype) if leaf.kind == "sharded" else x for x, leaf in pairs]
@@ -212,12 +214,12 @@ def full_passes(view: View, given: LossInputs) -> tuple[Returned, Callable]:
 
 
 @jax.named_scope(names.MEAN)
-def mean_loss(view: View, totals: Array, weights: Array, factor: Array | None, scale: Array):
+def mean_loss(view: View, totals: Array, weights: Array, mean_weight: Array | None, scale: Array):
     """Combine the losses of all devices and microbatches. `totals` and `weights` have one entry per microbatch.
 
-    `factor` is that of `microbatch_gradients`; None if there are several microbatches. Return the mean loss, the sum of
-    all weights, the factor by which the sums of gradients must be multiplied, and whether the weights are valid. If the
-    weights are invalid, the three numbers are NaN.
+    `mean_weight` is as in `combined`. With several microbatches it is None, because their gradients are already
+    multiplied by their mean weights. Return the mean loss, the sum of all weights, the factor that multiplies the sums
+    of gradients, and whether the weights are valid. If the weights are invalid, all three numbers are NaN.
     """
     comm = view.comm
     if not view.loss.weighted:
@@ -229,7 +231,7 @@ def mean_loss(view: View, totals: Array, weights: Array, factor: Array | None, s
     valid = (weight > 0) & (below == 0)
     # Replace an invalid sum of weights by NaN, so that loss and gradients become NaN and cannot be used by mistake.
     weight = jnp.where(valid, weight, jnp.nan)
-    return total / weight, weight, (1.0 if factor is None else factor) / weight / scale, valid
+    return total / weight, weight, (1.0 if mean_weight is None else mean_weight) / weight / scale, valid
 
 
 @jax.named_scope(names.GRAD_NORM)
@@ -246,6 +248,6 @@ def sums_of_squares(grads: Sequence[Array], leaves: Sequence[Leaf], comm: Collec
 
 @jax.named_scope(names.MEAN)
 def unscale(grads: Sequence[Array], factor: Array) -> list[Array]:
-    """Multiply gradients by `factor`, in float32 or wider, to remove the loss scale."""
+    """Multiply gradients by `factor`, which `mean_loss` returns, in float32 or wider."""
     wide = [at_least_float32(g) for g in grads]
     return [g * factor.astype(g.dtype) for g in wide]

@@ -29,10 +29,9 @@ if TYPE_CHECKING:
 
     from zerojax.config.precision import Precision
 
-# Among the arguments after the parameters (mutable state, batch, *args), only the batch at index 1 has rows.
-OF_ROWS = (1,)
-# In device view, the mutable state, which is averaged at the end of a step, and the batch may differ between devices.
-DIFFERING = (0, 1)
+# Indices among the arguments of a loss after the parameters, which are (mutable state, batch, *args).
+OF_ROWS = (1,)  # only the batch has rows
+DIFFERING = (0, 1)  # in device view, these may differ between devices; the state is averaged at the end of a step
 
 
 class Returned(NamedTuple):
@@ -59,7 +58,7 @@ class Loss:
     undivided: list[str] = dataclasses.field(default_factory=list, init=False, compare=False, repr=False)
 
     def returned(self, loss: Any, mutable: PyTree, aux: PyTree) -> Any:
-        """Combine a loss, a mutable state and aux to what `fn` returns: one value, or a tuple."""
+        """Combine a loss, a mutable state and aux in the form in which `fn` returns them: one value, or a tuple."""
         parts = (loss, *((mutable,) if self.mutable else ()), *((aux,) if self.has_aux else ()))
         return parts if len(parts) > 1 else loss
 
@@ -78,7 +77,7 @@ class Loss:
         return parts if isinstance(parts, str) else f"({', '.join(parts)})"
 
     def call(self, params: PyTree, mutable: PyTree, batch: PyTree, args: tuple) -> Returned:
-        """Call `fn` on logical parameters, and check the values that it returns. `args` may be `packed` or not."""
+        """Call `fn` on logical parameters, and check what it returns. `args` may come from `arguments.packed`."""
         given = (mutable,) if self.mutable else ()
         value = call_unpacked(self.fn, (params, *given), batch, args)
         aux = new = None
@@ -239,7 +238,7 @@ class View:
         return checked_loss(self.call, manual=self.config.data.batch if self.config.view == "device" else ())
 
     def reduce(self, grads: Sequence[Array]) -> list[Shaped[Array, "*local"]]:
-        """Reduce-scatter the gradients, except gradients of parameters gathered on use, which are reduced already."""
+        """Reduce-scatter the gradients. Gradients of parameters that are gathered on use are reduced already."""
         params = [self.layout.params[i] for i in self.layout.trained]
         pending = [k for k, leaf in enumerate(params) if leaf.dim is None or not self.gathers_on_use]
         only_flat_buckets, parts = self._comm(bucket_bytes=0), [self.grads[k] for k in pending]

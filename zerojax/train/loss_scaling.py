@@ -30,7 +30,7 @@ MAX_NAMED = 5
 def update_scaling(
     scaling: ScalingState, precision: Precision | None, *, finite: Bool[Array, " trained"], weights_valid: Array
 ) -> ScalingState:
-    """Return the `ScalingState` after one step. If the weights of the loss were invalid, the scale is unchanged."""
+    """Return the `ScalingState` after a step with these `finite` gradients. Invalid weights keep the scale."""
     ok = finite.all() & weights_valid
     judged = dataclasses.replace(
         scaling,
@@ -60,8 +60,8 @@ def update_scaling(
 def raise_if_stuck(scaling: ScalingState, trained: Layout, max_skips: int | None) -> None:
     """Raise an error if more than `max_skips` steps in a row were skipped, or a step had invalid weights.
 
-    With `max_skips`, wait for the step that computes this state. With several processes, wait as well, because all of
-    them must raise the error. Otherwise, check the weights only if that step has finished.
+    With `max_skips`, wait for the step that computes `scaling`. With several processes, wait too, because all of them
+    must raise the error. With one process and no `max_skips`, check the weights only if this step has finished.
     """
     invalid: Any = scaling.weights_invalid
     if (max_skips is not None or jax.process_count() > 1 or invalid.is_ready()) and invalid:

@@ -1,4 +1,4 @@
-"""Prepare a state that the caller moved or changed for a step, or refuse it."""
+"""Make a state that the caller moved or changed usable in a step, or refuse the state."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def raise_unusable_state(state: Any, mutable: bool) -> None:
 
 
 def placed_again(config: Config, state: ZeroState) -> ZeroState:
-    """Move a state back to the mesh, after the caller moved it, or its count, to NumPy or to another device.
+    """Move a state back to the mesh, after the caller moved all arrays or `state.step` to NumPy or to another device.
 
     Raises:
-        ValueError: If the state has shapes, or an earlier step used it up. Also if the caller moved a state with
+        ValueError: If the leaves are shapes, or an earlier step donated them. Also if the caller moved a state with
             offloaded leaves, because only `create` and `restore` can place offloaded chunks.
     """
     count = state.step
@@ -65,7 +65,7 @@ def placed_again(config: Config, state: ZeroState) -> ZeroState:
 
 
 def donatable(state: ZeroState) -> ZeroState:
-    """Copy an array that occurs as several leaves, because a step donates every leaf. Convert Python numbers."""
+    """Copy arrays that occur in several leaves, because a step donates every leaf. Convert Python numbers to arrays."""
     seen: set[int] = set()
 
     def one(x):

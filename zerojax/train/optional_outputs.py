@@ -28,9 +28,9 @@ def combine(view: View, aux: PyTree, weights: Array, total: Array | int) -> tupl
     """Combine the aux of all microbatches and devices, as the markers of `metrics` say.
 
     `aux` has this device's microbatches, stacked along dim 0. `weights` has the weight of each microbatch, and `total`
-    is the sum of all weights over microbatches and devices. Return `(aux, rows)`, two trees of the same structure:
-    `rows` has the leaves marked as `PerRow`, and `aux` all others, which are then equal on every device. Each tree has
-    None for the leaves of the other tree.
+    is the sum of all weights over microbatches and devices. Return `(aux, rows)`, two trees of the same structure. The
+    tree `rows` has the leaves marked as `PerRow`. The tree `aux` has all other leaves, combined to values that are
+    equal on every device. Each tree has None for the leaves of the other tree.
 
     Raises:
         TypeError: If an unmarked leaf is not a float scalar, unless the loss is called only once.

@@ -44,7 +44,7 @@ class Dependence(enum.IntEnum):
 def without_scale(view: View, values: list, given: LossInputs, cotangent: Array) -> list:
     """Divide the new values of overwritten parameters that are linear in the loss's cotangent by this cotangent.
 
-    The loss is traced once more, on shapes.
+    To find out which values are linear, the loss is traced once more, on shapes.
     """
     overwritten, precision = view.layout.overwritten, view.config.precision
     is_mean = view.is_one_loss or not view.loss.weighted

@@ -65,7 +65,7 @@ def init_params(config: Config, init_fn: Callable, args: tuple) -> Any:
 
 
 def remember_experts(config: Config, layout: Layout) -> None:
-    """Record the sharding plan of a layout with experts, because a stored array does not tell that it has experts."""
+    """Record the sharding plan of a layout with experts. The stored arrays do not show which of them have experts."""
     check_experts_named(layout)
     if config.expert_axis:
         plan_of_layout(config, layout)
@@ -93,9 +93,9 @@ def init_programs(
 
 
 def program_shares(leaves: tuple[Leaf, ...], most: int = MOST_PROGRAMS) -> Iterator[tuple[int, ...]]:
-    """Yield ranges of leaf indices, one per program. The shards in a range of several leaves stay under a limit.
+    """Yield ranges of leaf indices, one per program. A range of several leaves has a limit of bytes per device.
 
-    The limit in bytes is half of the largest full leaf, or 1/`most` of all shards, whichever is larger.
+    The limit is half of the largest full leaf, or 1/`most` of a device's shards of all leaves, whichever is larger.
     """
     local = [leaf.local_bytes for leaf in leaves]
     largest = max((leaf.bytes for leaf in leaves), default=0)
@@ -111,7 +111,7 @@ def program_shares(leaves: tuple[Leaf, ...], most: int = MOST_PROGRAMS) -> Itera
 
 
 def one_by_one(programs: Sequence[Callable], args: tuple) -> Iterator[Any]:
-    """Call each program, and yield the elements of the list that it returns, without keeping a yielded element."""
+    """Call each program, and yield its results. Keep no yielded array, so that the caller can free the array."""
     for program in programs:
         results = list(reversed(program(*args)))
         while results:

@@ -47,9 +47,9 @@ def require_same(
 ) -> None:
     """Check that all processes are about to do the same thing, so that no process waits for another in vain.
 
-    `record` has values by name that must be the same on all processes. If a value differs, every process raises a
-    `ValueError`. If `partial` is true, some processes may lack a name. `topic` and all other errors are as in
-    `Processes.exchange`, and `timeout` and `error` as in `Processes`.
+    `record` maps names to values that must be the same on all processes. If a value differs, every process raises a
+    `ValueError`. If `partial` is true, some processes may lack a name. `Processes.exchange` describes `topic` and all
+    other errors, and `Processes` describes `timeout` and `error`.
     """
     if jax.process_count() == 1:
         return
@@ -69,9 +69,9 @@ def require_same(
 
 
 def first_difference(records: list[dict], *, partial: bool = False) -> tuple[int, int, list[str]] | None:
-    """Return `(process, other process, names that differ)` for the first record that differs, or None.
+    """Return `(process, reference process, names that differ)` for the first record that differs; None if all agree.
 
-    A value is compared with that of the first process that has the name. Unless `partial`, a missing name differs, too.
+    The reference for a value is the first process that has its name. Unless `partial`, a missing name is a difference.
     """
     if not partial:
         missing = dict.fromkeys(itertools.chain(*records))
@@ -127,7 +127,7 @@ def comparable(value: Any) -> Any:
 
 
 def require_same_values(config: Config, topic: str, **trees: Any) -> None:
-    """Compare the arrays and shards that several processes hold copies of. `topic` is as in `Processes.exchange`."""
+    """Compare the arrays and shards of which several processes hold copies. `Processes.exchange` describes `topic`."""
     if is_of_all(config.mesh) and not compat.is_tracing():
         require_same(topic, checksums(trees), partial=True)
 
@@ -164,7 +164,7 @@ class SameCalls:
         return is_of_all(self._config.mesh) and not compat.is_tracing()
 
     def is_new(self, known: Hashable, batch: Any, args: tuple, step: jax.Array | None = None) -> bool:
-        """Return whether no earlier call had such shapes, types and flags. If so, compare them over processes.
+        """Return whether a call is the first one with its shapes, types and flags. If it is, compare it over processes.
 
         The batch is compared by shape and type. Further arguments, and `step`, the count of a training state, are
         compared by value. `known` identifies the shapes and types of all other arguments.

@@ -1,7 +1,7 @@
 """Differentiate a loss that is called several times in a step: once per device, once per microbatch, or both.
 
 The results are those of one call with all rows, so the losses of microbatches are averaged. Averaging is wrong if the
-loss is a sum over the rows, so such a loss is refused. To detect it, the loss is traced twice: for one microbatch, and
+loss is a sum over the rows, so such a loss is refused. To find out, the loss is traced twice, for one microbatch and
 for all rows. Each trace is followed from the result back through linear equations to sums over rows, and the constant
 factors on the way are multiplied. If the factors of both traces are equal, the loss is a sum. (In a mean, the factor of
 all rows is smaller.) Everything else, such as a sum divided by a count of tokens, is accepted.
@@ -69,11 +69,11 @@ def mapped_gradients(view: View, given: LossInputs, scale: Array) -> StepGradien
 
 
 def accumulated_gradients(view: View, given: LossInputs, scale: Array) -> StepGradients:
-    """Differentiate the microbatches in a loop. Arrays have the shapes of the view, as for `combined`.
+    """Differentiate the microbatches in a loop. `gradients.combined` states the shapes of arrays.
 
     Stages 0 and 1 add up full gradients, and reduce them once. Stages 2 and 3 reduce-scatter the gradients of each
-    microbatch, so that each device holds 1/N of the sum. In hybrid sharding, gradients are reduced only within a host
-    here, and across hosts by `combined`.
+    microbatch, so that each of N devices holds 1/N of the sum. In hybrid sharding, the loop reduces gradients only
+    within a host, and `combined` then reduces the sums across hosts.
     """
     check_reduction(view, given)
     comm = view.comm
@@ -92,11 +92,11 @@ def accumulated_gradients(view: View, given: LossInputs, scale: Array) -> StepGr
         sums, mutable, maxima = carry
         number, rows = microbatch
         one = LossInputs(given.stored, mutable, rows, fold_keys(given.args, number))
-        returned, grads, factor, values = microbatch_gradients(view, one, scale)
+        returned, grads, mean_weight, values = microbatch_gradients(view, one, scale)
         if view.reduces_each:
             grads = view.reduce(grads)
         # Multiply in the loop, where XLA fuses product and sum. After the loop, the product could read memory again.
-        share = 1 / view.divisor if factor is None else factor
+        share = 1 / view.divisor if mean_weight is None else mean_weight
         with jax.named_scope(names.MEAN):
             grads = [at_least_float32(g) * share for g in grads]
             sums = [comm.add(s, g.astype(s.dtype)) for s, g in zip(sums, grads, strict=True)]
@@ -115,7 +115,7 @@ def accumulated_gradients(view: View, given: LossInputs, scale: Array) -> StepGr
 def check_reduction(view: View, given: LossInputs) -> None:
     """Raise a ValueError if the loss is a sum over rows, but its microbatches would be averaged.
 
-    `given` has the rows of all microbatches: those of all devices in global view, and of one device in device view.
+    `given` has the rows of all microbatches. In global view, these are rows of all devices; in device view, of one.
     """
     if view.loss.weighted or view.loss.reduction is not None:
         return
@@ -131,7 +131,7 @@ def check_reduction(view: View, given: LossInputs) -> None:
 
 
 def _factors(view: View, given: LossInputs, batch: Any) -> Iterator[float | None]:
-    """Yield the constant factor of each sum over rows in the loss of `batch`. None: the factor is not known."""
+    """Yield the constant factor of each sum over rows in the loss of `batch`, or None if a factor is not known."""
     leaves = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in view.layout.params]
     rows = jax.tree.leaves(batch)
     shaped = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in rows]
@@ -152,7 +152,7 @@ def _number(atom: Any) -> float | None:
 
 
 def _factors_of_sums(jaxpr: Any, given: Sequence[RowDims], rows: int) -> Iterator[float | None]:
-    """Yield the factors of the sums over `rows` rows that the first result adds up; see `_factors`."""
+    """Yield the factors of the sums over rows that the first result adds up; see `_factors`. There are `rows` rows."""
     found = Follower(rows).row_dims(jaxpr, given)
     made = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
     pairs = zip(jaxpr.invars, given, strict=True)

@@ -153,7 +153,7 @@ class PlannedStep:
         return wait_if_simulated(self._config.mesh, unpadded(stored, grad.leaf).astype(self._plan.grads[k].dtype))
 
     def _staged(self, stored: Mapping[int, Array], inputs: tuple) -> Traced:
-        """Return the stages of the loss for `inputs = (mutable, batch, args)`. Trace once per `signature_of` inputs."""
+        """Return the traced loss for `inputs = (mutable, batch, args)`. The loss is traced once per `signature_of`."""
         arrays = jax.eval_shape(functools.partial(self._inputs, number=0), *inputs)
         key = signature_of(arrays)
         if key not in self._traced:
@@ -202,7 +202,7 @@ class PlannedStep:
         return mutable, batch, *args
 
     def _cotangent(self, total: Array, weight: Array, scale: Array) -> tuple[Array, Array]:
-        """Return the cotangent of a microbatch's loss, and the factor by which its gradients are multiplied."""
+        """Return the cotangent of a microbatch's loss, and the factor that multiplies the microbatch's gradients."""
         view = self._view
         cotangent = jnp.asarray(scale).astype(total.dtype)
         if not view.loss.weighted:
@@ -234,9 +234,9 @@ class PlannedStep:
     ) -> tuple[ZeroState, dict, StreamedInputs]:
         """Finish the step, except the update of files; see `StepProgram.ended`. Traced under jit.
 
-        `state` has no parameters, and only the optimizer state that is on the devices. `squares` and `whole` are by
-        index among the trained parameters: the sum of squares of each gradient in files, and the gradients in files
-        that the update reads as whole arrays in logical shape. `cuts` are in the order of `Reductions.cuts`.
+        `state` has no parameters, and only the optimizer state that is on the devices. `squares` has the sum of squares
+        of each gradient in files, and `whole` has the gradients in files that the update reads as whole arrays, in
+        logical shape. Both are by index among trained parameters. `cuts` are in the order of `Reductions.cuts`.
         """
         mesh, plan, program, comm = self._config.mesh, self._plan, self._program, self._view.comm
         trained = range(len(plan.grads))
@@ -299,8 +299,8 @@ def trace_stages(
 ) -> Traced:
     """Trace the loss, or another function, of `view`, and divide it into stages.
 
-    All parameters are given by index: those on `disk`, those `stored` on the devices, and the `trained` ones, which
-    need gradients. `arrays` are the arguments that follow the parameters.
+    `disk` and `stored` map the indices of the parameters on disk, or on the devices, to nodes or arrays. `trained` has
+    the indices of the parameters that need gradients. `arrays` are the arguments that follow the parameters.
     """
     layout, call = view.layout, view.checked_call
     shape = lambda i, leaf: jax.ShapeDtypeStruct(leaf.shape, disk[i].leaf.dtype)
@@ -324,7 +324,7 @@ def on_devices(leaves: Sequence, layout: Layout) -> dict[int, Array]:
 class StagedFunction:
     """A function of logical parameters and a batch. Each call reads the parameters from disk, stage by stage.
 
-    `function` has a method `call`, like a `Loss`, and is traced by the first call.
+    `function` has a method `call`, like a `Loss`. Each call with new shapes traces `function`.
     """
 
     def __init__(self, config: Config, function: Any):

@@ -72,7 +72,7 @@ class ZeroState:
 
     @classmethod
     def shardings(cls, config: Config, plan: ShardingPlan) -> ZeroState:
-        """Return a `ZeroState` of `NamedSharding`s. A field with only replicated leaves has one sharding for all."""
+        """Return a `ZeroState` of `NamedSharding`s. A field with only replicated leaves has one sharding."""
         same = replicated(config.mesh)
         params = sharding_tree(config, plan.layout.treedef, plan.layout.params)
         return cls(same, params, state_shardings(config, plan), same, same, plan)  # pyright: ignore[reportArgumentType]
@@ -115,9 +115,9 @@ def create(config: Config, params: Any, mutable: Any, opt_state: Any) -> ZeroSta
 
 
 def begin_run(config: Config, plan: ShardingPlan, params: Any, mutable: Any, plain: Any = None) -> ZeroState:
-    """Return the state at step 0: parameters in storage, and the adopted state `plain` or a fresh optimizer state.
+    """Return the state at step 0, with parameters in storage. If `params` are shapes, the state consists of shapes.
 
-    If `params` are shapes, the state consists of shapes.
+    `plain` is an optimizer state of plain optax to continue from. If it is None, the optimizer state is fresh.
     """
     others = (jnp.zeros((), jnp.int32), init_scaling(config.precision, len(plan.grads)), mutable)
     step, scaling, mutable = place_replicated(config.mesh, others, shapes=are_shapes(params))
@@ -136,8 +136,7 @@ def begin_run(config: Config, plan: ShardingPlan, params: Any, mutable: Any, pla
 def first_opt_state(config: Config, plan: ShardingPlan, params: Any, stored: Sequence, plain: Any) -> Any:
     """Return the optimizer state of a new run, or its shapes if `params` are shapes.
 
-    `stored` are the parameters in storage shape, in the types of the master weights. `plain` is a state of plain optax
-    to continue from, or None.
+    `stored` are the parameters in storage shape, in the types of the master weights. `plain` is as in `begin_run`.
     """
     shapes = are_shapes(params)
     if shapes and not plan.offloaded:

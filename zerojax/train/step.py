@@ -1,6 +1,6 @@
 """A training step: place the batch, run the program, and return state and metrics.
 
-`zerojax.train.attachments` describes what attaches to a step from outside.
+`zerojax.train.attachments` lists the options whose code a step imports only if they are given.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def executor_of(program: StepProgram) -> Executor:
-    """Return the executor that runs the step. `Offload` and `memory=` decide which one."""
+    """Return the `Executor` that runs the step's programs. `Offload` and `memory=` decide which class it has."""
     offload, executor = program.config.offload, JittedStep(program)
     if offload is not None and offload.params == "disk":
         from zerojax.train.staged_step import StagedStep
@@ -55,12 +55,12 @@ def guard_of(program: StepProgram, executor: Executor) -> Guard | None:
 
 
 def ready_state(config: Config, state: ZeroState) -> ZeroState:
-    """Return `state` on the mesh, with one array per leaf, because a step donates every leaf.
+    """Return `state` on the mesh, without an array that occurs in two leaves, because a step donates every leaf.
 
-    Only `state.step` is inspected, because inspecting every leaf would take time in every step.
+    To find out whether the state is on the mesh, only `state.step` is checked. Checking every leaf would take time.
 
     Raises:
-        ValueError: If the state has shapes, or an earlier step used it up. Also if the caller moved a state with
+        ValueError: If the leaves are shapes, or an earlier step donated them. Also if the caller moved a state with
             offloaded leaves.
     """
     count = state.step
@@ -101,7 +101,7 @@ class Step:
         self._calls = itertools.count()
 
     def __reduce__(self):
-        """Pickle only the arguments of `Step`, not compiled programs. A process that unpickles it compiles its own."""
+        """Pickle only the arguments of `Step`. A process that unpickles the step compiles its programs again."""
         return Step, (self.config, self.program.loss, self.options)
 
     @functools.cached_property
@@ -146,8 +146,8 @@ class Step:
             - `loss_scale`: only with a loss scale; the loss scale that the step used.
             - `grad_norms`: only with `leaf_norms`; the norm of each parameter's gradient.
             - `param_norms`, `update_norms`: only with `leaf_norms`, and without offloaded parameters or optimizer
-              state; the norm of each trained parameter before the update, and of its change, as they are stored: if
-              they are narrower than their master weights, a small change is rounded away.
+              state; the norm of each trained parameter before the update, and of its change. Both are of stored
+              values, so the norm is 0 if every change is too small for the stored type.
             - `learning_rate`: only with `optax.inject_hyperparams`; the learning rate that it stores in its state.
 
         Raises:
@@ -190,7 +190,7 @@ class Step:
                 raise
 
     def _warn_of_misplaced(self, state: ZeroState) -> None:
-        """Warn about arrays that are not sharded as planned. Look closer only if a `PartitionSpec` differs."""
+        """Warn about arrays that are not sharded as planned. If no `PartitionSpec` differs, check nothing else."""
         plan, arrays = state.plan, jax.tree.leaves((state.params, state.opt_state))
         specs = [getattr(getattr(x, "sharding", None), "spec", None) for x in arrays]
         if specs != [leaf.spec for leaf in (*plan.layout.params, *plan.state)]:
@@ -206,14 +206,14 @@ class Step:
 
     @property
     def compiled_with(self) -> tuple[str, ...]:
-        """Return a sentence about the compiler options, if there are any, for `report` and `plan`."""
+        """Return one sentence that lists the compiler options, for `report` and `plan`; () if there are no options."""
         given = ", ".join(f"{name}={value}" for name, value in self.compiler_options.items())
         return (f"Compiled with the options {given}.",) if given else ()
 
     def trace(self, state: ZeroState, batch: Any = NO_BATCH, *args: Any, **keywords: Any):
         """Trace the step without lowering it, like `jax.jit(...).trace`. The arguments may be shapes.
 
-        With offloaded state, trace only the first program, without the update of this state.
+        With offloaded state, trace only the first program, which does not update this state.
         """
         return self._executor.trace(state, *self._placed_rows(state, batch, args, keywords))
 
@@ -227,7 +227,7 @@ class Step:
         """Lower the step without running it, like `jax.jit(...).lower`. The arguments may be shapes.
 
         With offloaded state, lower only the first program. `lower_update` returns the programs that update this state.
-        With `memory=`, the first call with new shapes compiles the step to find the share that fits.
+        With `memory=`, the first call with new shapes compiles the step, to find out which activations fit.
         """
         return self.trace(state, batch, *args, **keywords).lower()
 

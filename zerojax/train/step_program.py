@@ -84,7 +84,7 @@ class StepOptions:
 
 @dataclasses.dataclass(frozen=True)
 class StepProgram:
-    """A training step as functions of a state that jit can trace."""
+    """The functions of a training step that `jax.jit` traces. They take and return a `ZeroState`."""
 
     config: Config
     options: StepOptions
@@ -96,7 +96,7 @@ class StepProgram:
 
     @property
     def compiler_options(self) -> Mapping[str, Any]:
-        """Return the compiler options of the step's own program, without the updates of offloaded state."""
+        """Return the options of XLA for the step's program. Updates of offloaded state have only `users_options`."""
         if self.options.compiler_options != "auto" or not self.config.data.across:
             return self.options.users_options
         from zerojax.config.tuning import options_of_mesh
@@ -124,7 +124,7 @@ class StepProgram:
             raise_unusable_state(state, self.loss.mutable)
 
     def step(self, state: ZeroState, batch: Any, *args: Any) -> tuple[ZeroState, dict]:
-        """Run a whole step. Differentiate, update, and gather the parameters that the stage replicates."""
+        """Run a whole step: differentiate, update, and gather the parameters that the stage replicates."""
         config, plan = self.config, state.plan
         check_state(plan, state.opt_state)
         leaves = jax.tree.leaves(state_to_device(config, plan, state.opt_state))
@@ -137,8 +137,8 @@ class StepProgram:
         """Run the part of a step that does not need offloaded state, and return `(state, metrics, inputs)`.
 
         `state.opt_state` must be a list with one array per leaf, and None for each offloaded leaf. The returned state
-        has no parameters and no optimizer state. Both are in `inputs`, from which the streamed update computes the
-        rest. If nothing is offloaded, `inputs` has all new parameters and the whole new optimizer state.
+        has no parameters and no optimizer state. `inputs` has those that are updated already, and the arrays from
+        which the streamed update computes the others. If nothing is offloaded, all are updated already.
         """
         done = self._gradients(state, batch, args)
         grads = cast(done.gradients.grads, [leaf.dtype for leaf in state.plan.grads])
@@ -149,7 +149,7 @@ class StepProgram:
     def ended(
         self, state: ZeroState, done: Differentiated, resident: ResidentResults
     ) -> tuple[ZeroState, dict, StreamedInputs]:
-        """End a step after the update of the resident state; see `resident_step`. Arrays that are in files are None."""
+        """Undo the update of a skipped step. Return the results of `resident_step`, with None for arrays in files."""
         config, plan = self.config, state.plan
         updated, leaves, mutable = resident.params, resident.state, done.gradients.mutable
         metrics = self.metrics(state, done, jax.tree.unflatten(plan.state_def, leaves))
@@ -187,7 +187,7 @@ class StepProgram:
         return Differentiated(gradients, stored, old, scaling, skipped)
 
     def next_scaling(self, scaling: ScalingState, squares: Array, weights_valid: Array) -> tuple[ScalingState, Array]:
-        """Return the `ScalingState` after a step, and whether the step is skipped, from fields of `StepGradients`."""
+        """Return the new `ScalingState`, and whether the step is skipped. The arrays are fields of `StepGradients`."""
         if not self.may_skip:
             return scaling, jnp.zeros((), bool)
         from zerojax.train.loss_scaling import update_scaling
@@ -263,13 +263,13 @@ class Differentiated(NamedTuple):
 
 
 class JittedStep:
-    """The executor of a step that is one compiled program, which donates its state."""
+    """An `Executor` that runs a step as one compiled program. The program donates the state."""
 
     def __init__(self, program: StepProgram):
         self.program = program
 
     def step(self, state: ZeroState, batch: Any, *args: Any) -> tuple[ZeroState, dict]:
-        """Run `StepProgram.step`. Traced under jit."""
+        """Run `StepProgram.step` with Auto mesh axes. `jax.jit` traces this method."""
         config = self.program.config
 
         def shardings(returned):
@@ -280,7 +280,7 @@ class JittedStep:
 
     @functools.cached_property
     def whole(self) -> Any:
-        """Return the jitted `step`. It is made late, because a process may unpickle a step before JAX has devices."""
+        """Return the jitted `step`. It is jitted late, because a process may unpickle a step before JAX has devices."""
         return self.jit(self.step)
 
     def jit(self, step: Callable) -> Any:
@@ -291,7 +291,7 @@ class JittedStep:
         return self.whole(state, rows, *args)
 
     def inside(self, state: ZeroState, rows: Any, args: tuple) -> tuple[ZeroState, Any]:
-        """Run the step inside of another program. Only that program can have compiler options."""
+        """Run the step inside of a program that JAX is tracing. Only the outer program can have compiler options."""
         options = self.program.options
         if options.users_options:
             raise TypeError(

@@ -1,6 +1,6 @@
 """Run a training step whose optimizer state, or a part of it, is in host memory or on disk.
 
-The first program does all but the update of offloaded state, which `zerojax.streaming` then does chunk by chunk.
+The first program does everything except the update of offloaded state. Then `zerojax.streaming` runs this update.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from zerojax.train.step_program import JittedStep, StepProgram
 class StreamedStep(JittedStep):
     """The executor of a step with offloaded state. If the sharding plan offloads nothing, the step is one program.
 
-    `updates` returns the streamed update for a sharding plan.
+    `updates(plan)` returns the `StreamedUpdate` for a sharding plan.
     """
 
     def __init__(self, program: StepProgram, updates: Callable[[ShardingPlan], StreamedUpdate] | None = None):

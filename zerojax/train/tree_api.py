@@ -1,8 +1,8 @@
 """Gradients and updates as trees with the structure of the caller's parameters, for optax, Flax and hand-written loops.
 
 A gradient returned here has the structure and shape of its parameter, because optax and Flax map functions over both
-trees. If the shards of a gradient do not form an array of this shape, as of some small or padded leaves, the gradient
-is replicated. A training step keeps such gradients sharded.
+trees. The shards of some small or padded gradients do not form an array of this shape, so these gradients are
+replicated. A training step keeps them sharded.
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ class TreeForm:
     def grads(self) -> tuple[Leaf, ...]:
         """Return the layout in which `value_and_grad` returns each gradient.
 
-        A gradient is sharded if its parameter is or, at stages 2 and 3, if its shards form an array or a `Padded` like
-        the parameter. Otherwise it is replicated.
+        A gradient is sharded if its parameter is sharded. At stages 2 and 3, it is also sharded if its shards form an
+        array of its shape, or if its parameter is a `Padded`. All other gradients are replicated.
         """
 
         def one(param: Leaf, grad: Leaf, form: Form) -> Leaf:
