@@ -42,7 +42,7 @@ class Block(NamedTuple):
     jaxpr: Any  # the block's open jaxpr
     graph: Graph  # the graph of the values that the block's backward pass reads
     is_loop: bool  # whether the block is the body of a scan
-    inputs: int  # bytes of the activations that one call takes, which are saved, too
+    inputs: int  # bytes of the activations that one call takes as arguments; these are saved, too
 
 
 class UsersBlock(NamedTuple):
@@ -54,10 +54,10 @@ class UsersBlock(NamedTuple):
 
 
 class Blocks:
-    """The blocks of one loss, as found by the latest call of a function from `rematerialised` or `observed`.
+    """The blocks of one loss, as found by the latest call of a function that `rematerialised` or `observed` returned.
 
-    Blocks in `decided` stay as they are, because the user has decided what they save. Of several blocks with equal
-    jaxprs, only the first is analysed.
+    Blocks in `decided` stay as they are, because the user has decided what these blocks save. Blocks with equal jaxprs
+    share one graph, so only the first of them is analysed.
     """
 
     def __init__(self):
@@ -69,9 +69,9 @@ class Blocks:
     def choice(self, block: Block, share: float) -> Choice:
         """Return the values that a block saves if it may save `share` of its bytes.
 
-        With share 0, these are the results of collectives. With share 1, these are all values that the backward pass
-        reads. In between, a block saves the share of the bytes in `Graph.kept`, because XLA recomputes elementwise
-        functions of saved values by itself. For values of a loop, XLA cannot do so, and the share is of `Graph.bytes`.
+        With 0, a block saves only the results of collectives. With 1, it saves all values that the backward pass reads.
+        In between, `share` is of the bytes in `Graph.kept`, because XLA by itself recomputes elementwise functions of
+        saved values. In a loop, XLA does not recompute them, so there `share` is of the bytes in `Graph.bytes`.
         """
         key = id(block.graph), block.is_loop, share
         if key not in self._choices:
@@ -92,7 +92,7 @@ class Blocks:
         """
         held = most = 0
         for block in self.found:
-            # With share 1, XLA keeps less outside of loops: it recomputes elementwise functions by itself.
+            # If everything is saved, XLA still keeps less outside of loops: it recomputes elementwise functions.
             whole = share == 1 and not block.is_loop
             saved = block.graph.kept if whole else self.choice(block, share).saved_bytes
             held += block.calls * (block.inputs + saved)
@@ -112,7 +112,7 @@ class Blocks:
     def rematerialised(self, fn: Callable, share: float) -> Callable:
         """Return a function that computes the same as `fn`, and in which each block saves `share` of its bytes.
 
-        The first argument of `fn` is differentiated. Each call of the function replaces `found` and `decided`.
+        The first argument of `fn` is differentiated. Each call of the returned function replaces `found` and `decided`.
         """
 
         @functools.wraps(fn)
@@ -123,7 +123,7 @@ class Blocks:
         return run
 
     def observed(self, fn: Callable) -> Callable:
-        """Return `fn` as a function whose calls also replace `found` and `decided`."""
+        """Return a function that computes the same as `fn`, and whose calls also replace `found` and `decided`."""
 
         @functools.wraps(fn)
         def run(*args, **kwargs):
@@ -133,7 +133,7 @@ class Blocks:
         return run
 
     def _look(self, fn: Callable, args: tuple, kwargs: dict) -> tuple[Any, Sequence, list, Any]:
-        """Find the blocks of a call. Return the jaxpr, its constants, its arguments, and the results' structure."""
+        """Find the blocks in a call of `fn`. Return the call's jaxpr, constants, arguments and structure of results."""
         leaves, structure = jax.tree.flatten((args, kwargs))
         traced = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array | jax.core.Tracer)]
 
@@ -155,8 +155,8 @@ class Blocks:
     def _find(self, jaxpr: Any, calls: int, active: Sequence, data: Sequence) -> Iterator[Block | UsersBlock]:
         """Yield the blocks of a jaxpr that runs `calls` times.
 
-        `active` has the arguments that are differentiated, and `data` those that depend on the batch. Blocks without
-        cotangents, such as a scan over data alone, save nothing and are left out.
+        `active` has the arguments that are differentiated, and `data` has the arguments that depend on the batch.
+        Blocks without cotangents, such as a scan over data alone, save nothing and are left out.
         """
         passes_on = lambda eqn, reads: eqn.outvars if reads and eqn.primitive.name != "stop_gradient" else ()
         moved = jaxprs.dependent_on(active, jaxpr.eqns, passes_on)
@@ -169,7 +169,7 @@ class Blocks:
             is_data = [not compat.is_literal(atom) and atom in of_data for atom in eqn.invars]
             times = calls if loop is None else calls * loop.length
             if part is Block:
-                # The arguments of the loss and the slices of a loop are in memory anyway.
+                # The arguments of the loss, and the arrays that a loop slices, are in memory anyway.
                 in_loop = () if loop is None else eqn.invars[loop.consts : loop.consts + loop.carry]
                 given = jaxpr.invars if loop is None else [v for v in eqn.invars if not any(v is c for c in in_loop)]
                 inputs = [v for v, on in zip(eqn.invars, is_data, strict=True) if on and not any(v is g for g in given)]
@@ -191,7 +191,7 @@ class Blocks:
         return self._graphs[key][1]
 
     def _evaluate(self, share: float, jaxpr: Any, consts: Sequence, *args: Any) -> list:
-        """Evaluate a jaxpr whose blocks save `share` of their bytes."""
+        """Evaluate a jaxpr so that each block in it saves `share` of the block's bytes."""
         blocks = {id(block.jaxpr): block for block in self.found}
 
         def is_changed(eqn: Any) -> bool:
@@ -218,10 +218,10 @@ def _opened_body(eqn: Any) -> tuple[Any, Sequence]:
 
 
 def part_of_loss(eqn: Any) -> tuple[type | None, Any]:
-    """Return whether an equation is a `Block`, a `UsersBlock` or neither, and the open jaxpr inside it.
+    """Return `Block`, `UsersBlock` or None (no block) for an equation, and the open jaxpr inside the equation.
 
-    For neither, the jaxpr is that of a call that can be inlined, or None. A call that constrains shardings cannot be
-    inlined. A block with refs counts as neither, because `BlockMemory` cannot describe it.
+    The jaxpr of an equation that is no block is None, unless the equation is a call that can be inlined. A call that
+    constrains shardings cannot be inlined. A block with refs gives two None, because `BlockMemory` cannot describe it.
     """
     if compat.is_remat(eqn):
         inputs = list(dict.fromkeys(jaxprs.variables_in(eqn.invars)))
@@ -248,7 +248,7 @@ class BlockMemory:
         saved: Bytes that a call saves on the device for the backward pass, without the block's arguments.
         offloaded: Bytes that a call saves in host memory.
         recomputed: Bytes of the other values that the backward pass reads.
-        flops: FLOPs that the backward pass repeats to recompute them.
+        flops: FLOPs that the backward pass repeats to recompute these values.
         share: `flops` as a share of the FLOPs that compute all values that the backward pass reads.
     """
 
@@ -264,7 +264,7 @@ class BlockMemory:
 def memory_of_blocks(blocks: Blocks, share: float, devices: int) -> tuple[BlockMemory, ...]:
     """Return what the blocks of a loss save if each saves `share` of its bytes, in the order of their first calls.
 
-    Bytes and FLOPs of a block are divided over the `devices`.
+    Bytes and FLOPs of a call are divided by the number `devices`.
     """
     found = dict[Any, tuple[int, ...]]()  # the figures of the user's blocks, by signature
     calls = collections.Counter[tuple[str, tuple[int, ...]]]()
@@ -300,10 +300,10 @@ def table_lines(blocks: Sequence[BlockMemory]) -> Iterator[tuple[str, ...]]:
 
 
 def _figures(jaxpr: Any) -> tuple[int, ...]:
-    """Describe a block by its backward pass, with and without its `jax.checkpoint`.
+    """Describe a user's block by five numbers, from the block's gradients with and without its `jax.checkpoint`.
 
-    The result has the bytes saved on the device, the bytes saved in host memory, the bytes that the backward pass
-    reads, the FLOPs that the backward pass repeats, and the FLOPs of all values that it reads.
+    The numbers are the bytes saved on the device, the bytes saved in host memory, the bytes that the backward pass
+    reads, the FLOPs that the `jax.checkpoint` repeats, and the FLOPs of all values that the backward pass reads.
     """
     whole, avals = without_consts(jaxpr)
     own = functools.partial(jaxprs.inline_calls, whole, ())

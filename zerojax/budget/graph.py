@@ -2,8 +2,8 @@
 
 An integer program minimises recomputation. Every equation is recomputed or not, and every named value is saved or not.
 Each residual, and each value that a recomputed equation reads, must be saved or recomputed. Collectives are never
-recomputed. Without the budget this is a minimum cut, whose relaxation is integral. The budget adds only one knapsack
-constraint, so the solver needs few branches.
+recomputed. Without the budget, the program is a minimum cut, and its linear relaxation has an integral solution. The
+budget adds only one knapsack constraint, so the solver needs few branches.
 
 References:
     Jain et al. 2020, arXiv 1910.02653 (Checkmate): rematerialisation as an integer program.
@@ -25,10 +25,10 @@ from zerojax import compat, jaxprs
 from zerojax.primitives import Kind
 
 PREFIX = "zerojax_value_"
-CALLED_BACK = "zerojax_called_back"  # the name of values that the user is shown, as by `jax.debug.print`
+CALLED_BACK = "zerojax_called_back"  # the name of values that a callback such as `jax.debug.print` gets
 # A byte costs a millionth of a FLOP, so that bytes decide only between values that cost equally many FLOPs.
 _FLOPS_PER_BYTE = 1e-6
-# What costs no FLOPs: elements are only moved or renamed.
+# Kinds of primitives that cost no FLOPs, because they only move or rename elements.
 _FREE_KINDS = frozenset({Kind.IDENTITY, Kind.LAYOUT, Kind.JOIN, Kind.INDEXING})
 _FREE = frozenset(
     "bitcast_convert_type convert_element_type copy random_clone random_seed random_unwrap random_wrap "
@@ -37,11 +37,11 @@ _FREE = frozenset(
 # FLOPs of the Threefry rounds per 32-bit word of random bits.
 _RANDOM_BITS = 100
 # Costs are scaled to this sum. The solver stops within 1e-6 of the least objective, so that a larger budget never
-# repeats more FLOPs. A relative gap of 0.1% was rejected, because it may be as much as a small product.
+# repeats more FLOPs. A relative gap of 0.1% was rejected, because a small product may have 0.1% of the FLOPs.
 _ALL = 1e6
 # The price of a saved byte in FLOPs, because the byte is written and read. Without a price, copies of a saved value in
-# another shape or type could be saved, too. A larger budget still never repeats more FLOPs: saving more than a smaller
-# budget allows is only worth the price if fewer FLOPs are repeated.
+# another shape or type could be saved, too. A larger budget still never repeats more FLOPs, because the solver pays for
+# more bytes only if fewer FLOPs are repeated.
 _PRICE = 0.2
 # The limit on the solver's branches. A limit on time would give different choices on different machines.
 _BRANCHES = 5000
@@ -76,7 +76,7 @@ class Graph:
     residuals: tuple[int, ...]  # the indices of the equations whose results the backward pass reads
     bytes: int  # the size of all values that the backward pass reads, without the block's arguments
     # The size of the values that XLA keeps if nothing is recomputed on purpose. XLA keeps operands and results of
-    # products, and recomputes elementwise functions of them in the kernels that read these.
+    # products. A kernel that reads an elementwise function of a kept value recomputes that function.
     kept: int
     largest: int  # the size of the largest value
 
@@ -95,7 +95,7 @@ def run_named(jaxpr: Any, consts: Sequence, *args: Any) -> list:
         if compat.called(eqn) is not None:
             return jaxprs.evaluate_call(eqn, values, rule)
         if jaxprs.facts(eqn).kind is Kind.DEBUG:
-            # The operands of a callback get this name to count as saved. So the backward pass does not call back again.
+            # With this name, the operands of a callback count as saved, so the backward pass does not call back again.
             values = [checkpoint_name(x, CALLED_BACK) for x in values]
         results = compat.evaluate_one(eqn, values)
         return [name(x, var) for x, var in zip(results, eqn.outvars, strict=True)]
@@ -127,7 +127,7 @@ def _graph(jaxpr: Any) -> Graph:
     read_by = [{maker[v] for v in jaxprs.variables_in(eqn.invars) if v in maker} for eqn in eqns]
     forms: set[int] = set()
     for i, eqn in enumerate(eqns):
-        # Arguments of the block stay in memory, so no other form of them is saved.
+        # Arguments of the block stay in memory, so none is saved again in another shape or type.
         if _is_form(eqn) and read_by[i] <= forms:
             forms.add(i)
     return Graph(
@@ -152,14 +152,14 @@ def _in_memory(jaxpr: Any) -> set:
         if facts.is_view and not compat.is_literal(eqn.invars[0]):
             same[eqn.outvars[0]] = same.get(eqn.invars[0], eqn.invars[0])
         elif not (facts.elementwise or facts.kind is Kind.JOIN or _is_form(eqn)):
-            # XLA computes the operands of a reduction inside of its kernel.
+            # XLA computes the operands of a reduction inside of the reduction's kernel.
             operands = () if facts.kind is Kind.REDUCTION else jaxprs.variables_in(eqn.invars)
             found |= {same.get(var, var) for var in operands} | set(eqn.outvars)
     return found
 
 
 def _bytes_kept(eqns: Sequence, wanted: set[int], read_by: Sequence[set[int]], in_memory: set) -> int:
-    """Return the bytes of the results in memory from which XLA computes the wanted results."""
+    """Return the bytes of the results in `in_memory` from which XLA computes the results of the equations `wanted`."""
     total, seen, pending = 0, set[int](), [*wanted]
     while pending:
         i = pending.pop()
@@ -289,8 +289,8 @@ def _sizes(graph: Graph) -> np.ndarray:
 def _minimised(graph: Graph, objective: np.ndarray, scale: float, budget: float) -> np.ndarray | None:
     """Return the solution of a block's integer program, or None if the values that must be saved exceed the budget.
 
-    The variables are whether each equation is recomputed, followed by whether each value is saved. The costs in
-    `objective` are divided by `scale`, the sum of all costs.
+    The solution has one boolean per equation (whether it is recomputed), followed by one per value (whether it is
+    saved). `objective` has their costs, which are divided by `scale`, the sum of all costs.
     """
     import scipy.optimize
 
@@ -314,7 +314,7 @@ def _minimised(graph: Graph, objective: np.ndarray, scale: float, budget: float)
 
 
 def _available(graph: Graph) -> tuple:
-    """Return the matrix and bounds of the constraints that every value read is saved or recomputed."""
+    """Return the matrix and the lower bounds of the constraints: each value that is read is saved or recomputed."""
     from scipy import sparse
 
     count = len(graph.equations)

@@ -88,7 +88,7 @@ class Remat:
         return closed, jax.tree.structure(shapes), leaves
 
     def _rematerialised(self, jaxpr: Any, consts: Any) -> tuple[Callable, Choice]:
-        """Return a function of constants and arguments that saves at most the budget, and the `Choice` for it."""
+        """Return a function of the constants and arguments that saves at most the budget, and its `Choice`."""
         key = signatures.signature(jaxpr)
         if key is not None and key in self._known:
             return self._known[key]
@@ -103,10 +103,10 @@ class Remat:
 
 
 def checkpointed(run: Callable, choice: Choice, *, prevent_cse: bool) -> Callable:
-    """Return `run` under `jax.checkpoint`, so that it saves the values of `choice`.
+    """Return `run` under `jax.checkpoint`, so that the forward pass saves the values of `choice`.
 
     The backward pass computes all other values again, and does not repeat callbacks, such as `jax.debug.print`. `run`
-    names its values as `run_named` does.
+    must name its values as `run_named` does.
     """
     policy = jax.checkpoint_policies.save_only_these_names(*choice.saved, CALLED_BACK)
 

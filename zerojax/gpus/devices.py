@@ -1,7 +1,7 @@
-"""Describe GPUs that this machine need not have: meshes to compile for, their memory, and peak and achieved rates.
+"""Describe GPUs that this machine need not have: their memory, their peak and achieved rates, and meshes of them.
 
-Compiling for absent GPUs needs the extra `aot`, which installs the CUDA compiler plugin of jaxlib's version. It needs
-no driver.
+Compiling for absent GPUs needs the extra `aot`, which installs the CUDA compiler plugin of jaxlib's version. No driver
+is needed.
 
 Peak rates are from XLA's description, and link bandwidths from data sheets. Achieved rates are measured, or the usual
 shares of the peak rates.
@@ -39,7 +39,7 @@ TYPES = {"2": "s8", "6": "u8", "10": "f16", "11": "f32", "12": "f64", "16": "bf1
 # fragmentation take the remaining memory.
 USABLE = 0.95
 # XLA's scheduler limits temporary memory. The limit is 95% of the bytes that remain if arguments and results are
-# subtracted from this share of the device's memory. Above it, XLA recomputes values and hides fewer collectives.
+# subtracted from this share of the device's memory. Above the limit, XLA recomputes values and hides fewer collectives.
 SCHEDULED = 0.8
 # Peak rates of links by the fields of `Device`. NVLink: half of the figure in the data sheets, which counts both
 # directions. Network: one adapter per GPU, as in DGX A100 (8 x 200 Gbit/s), and in DGX H100, H200 and B200
@@ -50,7 +50,7 @@ LINKS = {
     "h100": {"link": 450e9, "network": 50e9, "host_link": 50e9},
     "h200": {"link": 450e9, "network": 50e9, "host_link": 50e9},
 }
-# FLOP/s of bfloat16 products that are achieved, over the peak rate. The same share is assumed for other types.
+# Achieved FLOP/s of bfloat16 products as a share of the peak rate. The same share is assumed for other types.
 PRODUCTS = {"a100-80": 271.2 / 312, "b200": 1745 / 2250, "h100": 794.5 / 989, "h200": 794.5 / 989}
 LINK_SHARE = 0.8
 SLOWDOWN = 0.35
@@ -91,7 +91,7 @@ class Topology:
 def absent_mesh(topology: str, *, axes: tuple[str, ...] = ("data",)) -> Mesh:
     """Return a mesh of GPUs that this machine does not have. Programs can be compiled for it, but cannot run.
 
-    One name in `axes` is for all GPUs. Two names are for the hosts, and for the GPUs of a host.
+    A single name in `axes` is the axis of all GPUs. Two names are the axis of the hosts and the axis of a host's GPUs.
     """
     parsed = Topology.parse(topology)
     if not installed():
@@ -108,8 +108,9 @@ def absent_mesh(topology: str, *, axes: tuple[str, ...] = ("data",)) -> Mesh:
 def absent_mesh_like(mesh: Mesh | AbstractMesh, topology: str, *, axes: tuple[str, ...]) -> Mesh:
     """Return a mesh of GPUs that this machine does not have, with the axes of `mesh`.
 
-    `axes` divide the batch. If they are two, the first gets the number of hosts as its size, and the second the GPUs
-    left in a host. Otherwise the first is resized to fit all GPUs. All other axes keep their sizes.
+    `axes` has the names of the axes that divide the batch. Of two, the first gets the number of hosts as its size, and
+    the second gets what the axes outside of `axes` leave of a host's GPUs. If `axes` has any other length, only its
+    first axis is resized, so that the mesh has all GPUs. The remaining axes keep their sizes.
     """
     devices = absent_mesh(topology).devices.flatten()
     sizes, resized = dict(mesh.shape), axes if len(axes) == 2 else axes[:1]
@@ -128,7 +129,7 @@ def absent_mesh_like(mesh: Mesh | AbstractMesh, topology: str, *, axes: tuple[st
 
 
 def abstract_mesh(count: int, axes: tuple[str, ...] = ("data",), *, hosts: int = 1) -> Any:
-    """Return a mesh without devices, for computing layouts. If there are several axes, the first has size `hosts`."""
+    """Return a mesh of `count` absent devices, to compute layouts. The first of several axes has size `hosts`."""
     sizes = (count,) if len(axes) == 1 else (hosts, *(1,) * (len(axes) - 2), count // hosts)
     return AbstractMesh(sizes, axes, axis_types=(AxisType.Auto,) * len(axes))
 
@@ -145,7 +146,7 @@ def target_config(kind: str) -> str:
 
 @functools.cache
 def _devices(topology: Topology) -> list:
-    """Return descriptions of the topology's devices. Cached, because each call of JAX returns unequal devices."""
+    """Return descriptions of the topology's devices. Cached, because the results of two calls of JAX are unequal."""
     try:
         description = topologies.get_topology_desc(
             platform="cuda",
@@ -180,7 +181,7 @@ class Device:
     per_host: int  # the number of GPUs in a host
     host_link: float  # bytes per second in each direction between the GPU and its host
     disk: float = math.inf  # bytes per second that the GPU's share of the disk reads and writes, together
-    slowdown: float = 0.0  # the share of its time by which a product slows during a collective; 0 at peak rates
+    slowdown: float = 0.0  # by what share of its time a product takes longer during a collective; 0 at peak rates
 
     @classmethod
     def of(cls, topology: Topology) -> Device:
@@ -204,7 +205,7 @@ class Device:
         )
 
     def usable(self, memory: int | None) -> int:
-        """Return the bytes that a program may use: `memory`, or the usual share if it is None."""
+        """Return the bytes that a program may use: `memory`, or the share `USABLE` of the GPU if `memory` is None."""
         return int(USABLE * self.memory) if memory is None else memory
 
     def fitted(self, memory: int | None) -> int:
@@ -230,7 +231,7 @@ class Device:
 
 @dataclasses.dataclass(frozen=True)
 class Rates:
-    """The achievable rates of one GPU. If a rate is None, the usual share of the peak rate counts instead."""
+    """The achievable rates of one GPU. A rate of None stands for the usual share of the peak rate."""
 
     device: str = ""  # the GPU, as JAX calls it, such as `"NVIDIA H200"`; empty: the GPU of the topology
     # FLOP/s of matrix products, by the HLO type of the operands, such as `"bf16"`
@@ -240,12 +241,12 @@ class Rates:
     network: float | None = None  # bytes per second that a GPU sends in a collective between hosts
     host_link: float | None = None  # bytes per second in each direction between the GPU and its host
     disk: float | None = None  # bytes per second that the GPU's share of the disk reads and writes, together
-    # the share of its time by which a product takes longer while a collective runs, such as 0.35
+    # by what share of its time a product takes longer while a collective runs, such as 0.35
     slowdown: float | None = None
 
     @classmethod
     def parse(cls, given: Any) -> Rates:
-        """Read rates from None, a mapping of the attributes, or the path of a file of `zerojax doctor --json`."""
+        """Read rates from a mapping of the attributes, or from a file of `zerojax doctor --json`. None: usual rates."""
         if isinstance(given, Rates):
             return given
         where, values = "rates=", given
@@ -286,7 +287,7 @@ class Rates:
         share = PRODUCTS[kind]
         pairs = {f"products {dtype}": (rate, device.rate(dtype)) for dtype, rate in self.products.items()}
         pairs |= {"memory": (self.memory, device.bandwidth), "link": (self.link, device.link)}
-        for name, (measured, peak) in pairs.items():  # a host's network adapters may be faster than usual
+        for name, (measured, peak) in pairs.items():  # without `network`: a host's adapters may be faster than usual
             if measured is not None and measured > EXCESS * peak:
                 raise ValueError(
                     f"The rates were not measured on {kind}: {name} is {measured:.3g} per second, and the peak rate of "
@@ -323,7 +324,7 @@ class Rates:
 
 
 def _read_rates(path: Path) -> dict[str, Any]:
-    """Return the measured rates in the findings that `zerojax doctor --json` wrote."""
+    """Return the measured rates in the findings that `zerojax doctor --json` wrote to the file at `path`."""
     try:
         findings = json.loads(path.read_text())
     except OSError as error:

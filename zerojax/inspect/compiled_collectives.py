@@ -1,6 +1,6 @@
 """List the collectives of a compiled program, with their kinds, arrays and bytes, and how often each executes.
 
-XLA combines collectives of several operations. `pieces` separates them again.
+XLA may combine the collectives of several JAX operations. `pieces` separates a combined collective again.
 """
 
 import itertools
@@ -28,34 +28,34 @@ KINDS = (
     "collective-permute",
     "collective-broadcast",
 )
-# A piece of at most this many elements per operation counts as free. Losses, norms and counts are below this size.
+# `check` ignores a piece with at most this many elements per JAX operation, such as a loss, a norm or a count.
 FREE = 64
-_NESTED = "\0"  # stands for a label while a name is split
+_NESTED = "\0"  # marks the place of a label while `operations` splits a name
 
 
 @dataclass(frozen=True)
 class Collective:
     """One collective of a compiled program.
 
-    Sizes are of the full tensor in one execution, which is the result of an all-gather, or the operand of other kinds.
-    So a parameter's all-gather and its gradient's reduce-scatter have the same size.
+    Sizes are of the full tensor in one execution. The full tensor is the result of an all-gather, and the operand of
+    other kinds. So a parameter's all-gather and its gradient's reduce-scatter have the same size.
 
     Attributes:
-        kind: One of `KINDS`. A start and its done are one collective.
+        kind: One of `KINDS`. A start instruction and its done instruction are one collective.
         arrays: The arrays that the collective moves, in full shapes: the shape before a scatter, or after a gather.
             XLA may combine several tensors into one collective.
         group: The devices of the first group that communicates, as numbers in the mesh. For a permute, all devices in
             its pairs.
-        times: How often one run of the program executes the collective. None: the collective is in a loop whose trip
+        times: How often one run of the program executes the collective. None if the collective is in a loop whose trip
             count the program does not fix.
-        times_if_once: How often one run executes the collective if each such loop has one iteration.
+        times_if_once: The same number, if each loop whose trip count the program does not fix has one iteration.
         conditional: Whether the collective is in a branch of a conditional. The branch counts as executed.
         computation: The HLO computation that contains the collective.
         name: The name of the HLO instruction.
         op_name: The JAX operation that the collective came from, or "".
         frames: The Python stack that traced the operation, innermost first, as "file:line in function".
         dim: The dim along which an all-gather joins arrays, or an all-to-all exchanges them. None for other kinds.
-        products: How many matrix products run between the start and the done, in one execution. Only in a `Plan`.
+        products: Number of matrix products from start to done of one execution. None unless `overlap` counted them.
     """
 
     kind: str
@@ -93,7 +93,7 @@ class Collective:
 
     @property
     def sent(self) -> int:
-        """Return the bytes that a device sends per execution in a ring: x(n-1)/n for x bytes, twice to all-reduce."""
+        """Return the bytes that a device sends per execution over a ring: (n-1)/n of `bytes`, twice to all-reduce."""
         return self._ring(self.bytes)
 
     @property
@@ -109,7 +109,7 @@ class Collective:
 
 
 class Volume(NamedTuple):
-    """Totals over collectives in one run, of the full tensors, and of the data that one device sends over a ring."""
+    """Totals over the collectives in one run: the size of the full tensors, and what one device sends over a ring."""
 
     elements: int
     bytes: int
@@ -118,7 +118,7 @@ class Volume(NamedTuple):
 
 
 class CompiledCollectives(tuple[Collective, ...]):
-    """The collectives of one compiled program. Callers come before callees. `print` shows a table of totals."""
+    """The collectives of a compiled program, a computation's before its callees'. `print` shows a table of totals."""
 
     __slots__ = ()
 
@@ -126,7 +126,7 @@ class CompiledCollectives(tuple[Collective, ...]):
         """Return the collectives of some kinds, in the program's order.
 
         Args:
-            kinds: Names from `KINDS`. If there are none, all collectives are returned.
+            kinds: Names from `KINDS`. Without names, all collectives are returned.
 
         Raises:
             ValueError: If a kind is not one of `KINDS`.
@@ -139,7 +139,7 @@ class CompiledCollectives(tuple[Collective, ...]):
         """Add up the sizes of the collectives of some kinds, over all executions.
 
         Args:
-            kinds: Names from `KINDS`. If there are none, all collectives are added up.
+            kinds: Names from `KINDS`. Without names, all collectives are added up.
             unknown_once: Whether to count a loop of unknown trip count as one iteration.
 
         Raises:
@@ -162,13 +162,13 @@ class CompiledCollectives(tuple[Collective, ...]):
 
     @property
     def exposed(self) -> "CompiledCollectives":
-        """Return the collectives during which no matrix product runs, the largest first."""
+        """Return the collectives of `overlap` during which no matrix product runs, the largest first."""
         alone = (c for c in self if not c.products)
         return CompiledCollectives(sorted(alone, key=lambda c: -c.bytes * c.times_if_once))
 
     @property
     def hidden_share(self) -> float:
-        """Return the share of the bytes that matrix products hide. This is 1 for a program without collectives."""
+        """Return the share of the bytes that matrix products hide, for a result of `overlap`. 1 without collectives."""
         size, exposed = self.moved(unknown_once=True).bytes, self.exposed.moved(unknown_once=True).bytes
         return (size - exposed) / size if size else 1.0
 
@@ -197,7 +197,7 @@ def collectives(compiled: Any) -> CompiledCollectives:
 
     How often a collective executes follows from the loops, calls, fusions and asynchronous computations around it:
 
-    - The trip count of a loop is the number that XLA wrote into the program. Without this number, it is unknown.
+    - The trip count of a loop is the number that XLA wrote into the program, or unknown if XLA wrote none.
     - Every branch of a conditional counts as executed.
 
     Dtypes are from the compiled program. XLA:CPU widens bf16 to f32. If XLA replaces a permute by point-to-point
@@ -245,7 +245,7 @@ def collectives_of(module: Module) -> CompiledCollectives:
 
 
 def cause_of(c: Collective) -> str:
-    """Return the leaves that zerojax wrote into the name of `c`, or else the model's innermost line or operation."""
+    """Return the leaves that zerojax wrote into `c.op_name`; without leaves, the model's line or the operation."""
     if leaves := leaves_in(c.op_name):
         more = len(c.arrays) - 1  # XLA combines collectives, and keeps the name of one collective
         return f"{leaves} and {more} combined with it" if more else leaves
@@ -258,7 +258,7 @@ def leaves_in(op_name: str) -> str:
 
 
 def lines_of_model(frames: Sequence[str]) -> list[str]:
-    """Return the frames in the user's model. Frames of the calling script, now on the call stack, do not count."""
+    """Return the frames in the user's model. Frames on the current call stack are the calling script's: skip them."""
     callers = {f"{frame.f_code.co_filename}:{number}" for frame, number in traceback.walk_stack(None)}
     return [frame for frame in frames if compat.is_users(frame) and frame.rsplit(" in ", 1)[0] not in callers]
 
@@ -336,7 +336,7 @@ class CollectivePiece:
 
     @cached_property
     def line(self) -> str:
-        """Return the line of the model that caused the collective, or else the operation."""
+        """Return the line of the model that caused the collective, or the operation if no line is known."""
         return next(iter(lines_of_model(self.collective.frames)), self.op_name or self.collective.name)
 
 
@@ -345,7 +345,7 @@ def pieces(module: Module, only: Iterable[Collective] | None = None) -> Iterator
         names = operations(c.op_name)
         if len(names) == len(c.arrays):
             parts = [(name, array.elements, array.bytes) for name, array in zip(names, c.arrays, strict=True)]
-        else:  # if names and arrays do not match, keep one piece, and prefer a name with a label
+        else:  # there are not as many names as arrays: keep one piece, and prefer a name with a label
             name = next((name for name in names if LABEL.search(name)), names[0])
             parts = [(name, c.elements, c.bytes)]
         free, times = FREE * max(1, len(names) // len(parts)), c.times_if_once
@@ -354,7 +354,7 @@ def pieces(module: Module, only: Iterable[Collective] | None = None) -> Iterator
 
 
 def operations(op_name: str) -> list[str]:
-    """Return the names of operations that XLA joined into `prefix/(a:b:c)`. Return any other name as the only item."""
+    """Return the names of the operations that XLA joined into `prefix/(a:b:c)`. Any other name is the only item."""
     labels: list[str] = []
 
     def keep(label: re.Match) -> str:
@@ -368,7 +368,7 @@ def operations(op_name: str) -> list[str]:
 
 
 def _split_names(name: str) -> tuple[str, list[str]]:
-    """Split `prefix/(a:b:c)` into the prefix and the names. Any other name has an empty prefix."""
+    """Split `prefix/(a:b:c)` into `prefix/` and the names a, b, c. For any other name, return `""` and this name."""
     depth, start, ends = 0, None, []
     for at, char in enumerate(name):
         if char == "(":

@@ -18,7 +18,7 @@ _CALLEES = re.compile(
     r"\b(calls|to_apply|body|condition|true_computation|false_computation|branch_computations"
     r"|called_computations)=(\{[^}]*\}|%?[\w.\-]+)"
 )
-# Instructions that run the computations they name. Others only refer to one, such as the sum of an all-reduce.
+# Opcodes that run the computations that they name. An all-reduce, for example, only refers to the computation of a sum.
 _CALLERS = frozenset({"fusion", "call", "while", "conditional", "custom-call"})
 _ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,<=? ]*)\]")
 _TRIP_COUNT = re.compile(r'"known_trip_count":\s*\{\s*"n":\s*"?(\d+)')
@@ -46,7 +46,7 @@ class HloArray:
 
 
 class Instruction(NamedTuple):
-    """One line of HLO. `rest` is the line from the operands on, not parsed. `root` marks a computation's result."""
+    """One line of HLO. `rest` is the text from the operands on. `root`: the line is the result of its computation."""
 
     name: str
     opcode: str
@@ -87,7 +87,7 @@ class Instruction(NamedTuple):
 
     @property
     def attributes(self) -> str:
-        """Return the text after the operands, without metadata and backend config, which may contain any text."""
+        """Return the text after the operands, up to the metadata and backend config, in which any text may occur."""
         return self.rest[len(self.literal) :].partition(", metadata={")[0].partition(", backend_config=")[0]
 
     @property
@@ -128,7 +128,7 @@ class HloComputation:
 
 
 class HloCall(NamedTuple):
-    """An instruction that runs `callee` `trip_count` times. `trip_count` is None if the program does not fix it."""
+    """An instruction that runs `callee` `trip_count` times. None means that the program does not fix this number."""
 
     instruction: Instruction
     callee: str
@@ -277,7 +277,7 @@ def memory_analysis(compiled: Any) -> Any:
 
 
 def peak_bytes(compiled: Any) -> int:
-    """Return the bytes per device of arguments, results that do not alias donated arguments, and temporary memory."""
+    """Return the bytes per device of arguments, temporary memory, and results that do not alias donated arguments."""
     memory = memory_analysis(compiled)
     results = memory.output_size_in_bytes - memory.alias_size_in_bytes
     return memory.argument_size_in_bytes + results + memory.temp_size_in_bytes

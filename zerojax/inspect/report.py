@@ -36,8 +36,8 @@ class Row:
     keys: tuple[str, ...]  # the leaf's path in the report: its part, or "master", then one key per level
     shape: tuple[int, ...]  # the logical shape if it is known, otherwise the storage shape
     dtype: Any  # element type
-    # The bytes of each device, with padding, in `"device"`, `"host"` or `"disk"` memory. The first key is the leaf's
-    # own place. With `Offload(device_bytes=)`, an offloaded leaf also has chunks on the device.
+    # Bytes with padding by kind of memory (`"device"`, `"host"` or `"disk"`), then by device. The first key is the
+    # leaf's own kind. With `Offload(device_bytes=)`, an offloaded leaf also has chunks in `"device"` memory.
     stored: dict[str, dict[jax.Device, int]]
     sharding: str  # the `PartitionSpec` and the memory kind. A sharding without a spec is described in words
     note: str  # why the leaf is replicated or flat, or how it is padded. Empty for a sharded leaf without padding
@@ -53,8 +53,8 @@ class Report:
 
     Attributes:
         rows: One row per leaf.
-        matrices: The matrices that owners update, what this saves, and why the other matrices have no owners.
-        groups: The groups of the update, and where each group's state is kept, one per line. Empty without offload.
+        matrices: The matrices that owners update (one device each), what this saves, and why other matrices have none.
+        groups: The sets of leaves that are updated together, with the place of their state. Empty without offload.
         misplaced: For each leaf that is not placed as planned, by path: the planned and the actual placement.
         compiled: Sentences about the compiler options of a step, if `report` was given the step.
     """
@@ -67,17 +67,17 @@ class Report:
 
     @property
     def bytes(self) -> dict[str, int]:
-        """Return the bytes in device memory by part, for the device that has the most of the part."""
+        """Return the bytes in device memory by part. Of each part, the device with the most bytes counts."""
         return self._by_part("device")
 
     @property
     def host(self) -> dict[str, int]:
-        """Return the bytes in host memory by offloaded part, for the device that has the most of the part."""
+        """Return the bytes in host memory by offloaded part. Of each part, the device with the most bytes counts."""
         return self._by_part("host")
 
     @property
     def disk(self) -> dict[str, int]:
-        """Return the bytes on disk by offloaded part, for the device that has the most of the part."""
+        """Return the bytes on disk by offloaded part. Of each part, the device with the most bytes counts."""
         return self._by_part("disk")
 
     def _by_part(self, place: str) -> dict[str, int]:
@@ -111,7 +111,7 @@ class Report:
         )
 
     def __str__(self) -> str:
-        """Return totals, notes, and a line per part and leaf. Leaves that differ only in numbers share a line."""
+        """Return totals, notes, and a line per part, and per set of equal leaves whose paths differ only in numbers."""
         head = self.title, self.padding, self.warning, self.groups, self.matrices, *self.compiled
         return "\n".join([*filter(None, head), "", as_text(self.rows)])
 
@@ -139,14 +139,14 @@ class Report:
 def report(state: Any, tx: Any = None) -> Report:
     """Count the bytes of a state's arrays on each device.
 
-    The planned layout of leaves is known for a `ZeroState`, for a `TrainState` whose `tx` is zerojax's, and if `tx` is
-    given. For any other tree, the report only describes the arrays.
+    Leaves are compared with their planned layout if `state` is a `ZeroState`, or a `TrainState` whose `tx` is
+    zerojax's, or if `tx` is given. The report of any other tree only describes the arrays.
 
     Args:
-        state: A `ZeroState`, a Flax `TrainState`, or any pytree of arrays. The parts are its fields, or the keys of its
-            topmost node.
+        state: A `ZeroState`, a Flax `TrainState`, or any pytree of arrays. The parts of the report are the fields of
+            `state`, or the keys of its topmost node.
         tx: The transformation that made `state`, if `state` is parameters or an optimizer state. Or the step that
-            trains `state`. Then the report also says with which compiler options the step is compiled.
+            trains `state`: the report of a step also names its compiler options.
 
     Returns:
         The bytes per device of each part, and a row for each leaf. A row has the leaf's sharding, the reason if it is
@@ -195,7 +195,7 @@ def measured(state: Any, tx: Any) -> Report:
 
 
 def stored_bytes(array: jax.Array | Chunked) -> dict[str, dict[jax.Device, int]]:
-    """Return the bytes of an array by place and by device of this process, as in `Row`."""
+    """Return the bytes of an array by kind of memory, then by device of this process, as in `Row.stored`."""
     sizes = Counter[jax.Device]()
     if isinstance(array, Chunked):
         for chunk in array.chunks if array.leaf_files is None else ():
@@ -248,10 +248,10 @@ Planned = dict[str, tuple[Leaf, str]]
 
 
 def plan_and_data(state: Any, tx: Any = None) -> tuple[Planned, tuple[str, ...]]:
-    """Return the planned layout of each leaf of a tree, or an empty dict, and the axes that divide the batch.
+    """Return the planned layout of each leaf of `state`, and the axes that divide the batch.
 
-    `state` is a `ZeroState`, a Flax `TrainState`, or a mapping with `params` and `opt_state`. With `tx`, it may also be
-    parameters or an optimizer state.
+    `state` is a `ZeroState`, a Flax `TrainState`, or a mapping with `params` and `opt_state`. With `tx`, `state` may
+    also be parameters or an optimizer state. For any other tree, no plan is known, and both results are empty.
     """
     if isinstance(plan := getattr(state, "plan", None), ShardingPlan):
         return of_plan(plan, params=".params", opt_state=".opt_state")
@@ -277,9 +277,9 @@ def plan_and_data(state: Any, tx: Any = None) -> tuple[Planned, tuple[str, ...]]
 def of_plan(
     plan: ShardingPlan, *, params: str | None = None, opt_state: str | None = None
 ) -> tuple[Planned, tuple[str, ...]]:
-    """Return a plan's leaves by path, and the axes that divide the batch.
+    """Return the leaves of `plan` by path, and the axes that divide the batch.
 
-    `params` and `opt_state` are the paths of these two trees in the state. A tree whose path is None is left out.
+    `params` and `opt_state` are the paths of parameters and optimizer state in the tree. None: that part is left out.
     """
     found: Planned = {}
     for i, leaf in enumerate(plan.layout.params if params is not None else ()):
@@ -301,7 +301,7 @@ def note_from_layout(leaf: Leaf) -> str:
 
 
 def bytes_by_place(rows: Sequence[Row]) -> dict[str, int]:
-    """Return, for each place, the bytes of the device that has the most bytes there."""
+    """Return bytes by kind of memory. Of each kind, the device that has the most bytes of `rows` counts."""
     totals: dict[str, Counter] = {place: Counter() for place in TITLES}
     for row in rows:
         for place, sizes in row.stored.items():

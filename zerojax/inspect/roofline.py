@@ -49,7 +49,7 @@ class Kernel(NamedTuple):
 class Roofline:
     """The least time of one run of a program on a device."""
 
-    operations: dict[str, int]  # FLOPs of products, by type of the operands: `"f32"` as TF32, or `"f32 highest"`
+    operations: dict[str, int]  # FLOPs of products, by type of the operands. `"f32"` is TF32; see also `HIGHEST`
     traffic: int  # bytes that kernels read and write
     products: float  # seconds of the products alone
     memory: float  # seconds of the traffic alone
@@ -60,7 +60,7 @@ class Roofline:
 
     @property
     def seconds(self) -> float:
-        """Return `max(kernels + exposed, communication)`. Hidden collectives cost time only if the link is too slow."""
+        """Return `max(kernels + exposed, communication)`: either the kernels or the links are the bottleneck."""
         return max(self.kernels + self.exposed, self.communication)
 
 
@@ -96,7 +96,7 @@ def collective_seconds(c: Collective, device: Device) -> float:
 
 
 def is_kernel(module: Module, i: Instruction) -> bool:
-    """Return whether an instruction is a kernel. Fused collectives and the ends of asynchronous ones are not."""
+    """Return whether `i` is a kernel. Control flow, collectives and the ends of asynchronous instructions are not."""
     if i.opcode in NO_KERNELS or i.opcode.endswith(("-update", "-done")):
         return False
     fused = module.callee(i) if i.opcode in FUSIONS else None
@@ -117,7 +117,7 @@ def kernels(module: Module) -> Iterator[Kernel]:
 
 
 def _operations(module: Module, c: HloComputation, i: Instruction) -> tuple[Counter[str], str]:
-    """Return the FLOPs of an instruction's products, and the name of the library call if its FLOPs are unknown."""
+    """Return the FLOPs of the products in `i`, and the library function with unknown FLOPs that `i` calls, or ""."""
     if i.opcode in FUSIONS:
         fused = module.callee(i)
         found = [_operations(module, fused, inner) for inner in fused.instructions] if fused else []
@@ -140,7 +140,7 @@ def _dot_flops(i: Instruction, operands: list[HloArray]) -> Counter[str]:
 
 
 def _convolution(i: Instruction, name: str, operands: list[HloArray]) -> Counter[str]:
-    """Return the FLOPs of a convolution, two for each kernel element that each forward output element reads."""
+    """Return a convolution's FLOPs: two per element of the forward output and kernel element that it depends on."""
     kernel, output = operands[1], i.arrays[0]
     if "BackwardFilter" in name:
         kernel, output = output, operands[1]
@@ -157,7 +157,7 @@ def _rate_dtype(i: Instruction, operand: HloArray) -> str:
 
 
 def _traffic(module: Module, c: HloComputation, i: Instruction) -> int:
-    """Return the bytes that one execution of a kernel reads and writes. Each operand is read once."""
+    """Return the bytes that one execution of a kernel reads and writes. Each operand counts as read once."""
     if i.opcode in SLICES:
         return 2 * i.bytes
     if i.opcode in UPDATES:
@@ -189,7 +189,7 @@ def _bytes_read(fused: HloComputation) -> int:
 
 
 def _bytes_written(fused: HloComputation, name: str) -> int:
-    """Return the bytes that a fused computation writes for one result. An in-place update writes only updated bytes."""
+    """Return the bytes that a fused computation writes for its result `name`; for an in-place update, updated bytes."""
     root = fused.by_name.get(name)
     if root is None:
         return 0
@@ -208,10 +208,10 @@ def overlap(compiled: Any) -> CompiledCollectives:
     """List the collectives of a scheduled program, with the matrix products that execute while each is in flight.
 
     A product is a dot or a convolution, a library call that computes either, or a fusion that contains either. The
-    products of a loop are multiplied by its trip count, if that is known. Of a conditional, the branch with the fewest
-    products counts. A synchronous collective has no products. If the done is in another computation, the collective
-    counts as in flight until the end of its computation. The count does not measure time: one small product hides even
-    a large collective.
+    products of a loop are multiplied by the loop's trip count, or by 1 if the trip count is unknown. Of a conditional,
+    the branch with the fewest products counts. A synchronous collective has no products. If the start and the done are
+    in different computations, the collective is in flight until the end of the computation with the start. The count
+    does not measure time: one small product hides even a large collective.
     """
     module = read(compiled)
     if "is_scheduled=true" not in module.text.partition("\n")[0]:

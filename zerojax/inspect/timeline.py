@@ -74,8 +74,8 @@ class Expected:
 def simulate(compiled: Any, device: Device) -> "Timeline":
     """Run a simulation of a compiled program on a device.
 
-    For a conditional, the longest branch is simulated, and for a loop, one iteration. A collective that is in flight
-    around a loop progresses during all iterations, and slows no product of the loop.
+    Of a conditional, the longest branch is simulated, and of a loop, one iteration. A collective that starts before a
+    loop and is awaited after it progresses during all iterations, and slows no product of the loop.
     """
     module = read(compiled)
     listed = {(c.computation, c.name): c for c in overlap(module)}
@@ -95,8 +95,8 @@ class Timeline:
     kernels: dict[str, Kernel]
     spans: list[Span] = field(default_factory=list)  # kernels, stalls and collectives, in schedule order
     loops: list[LoopSpan] = field(default_factory=list)
-    # Seconds in all iterations of loops (one, if the trip count is unknown). `waits`: in which kernels wait, by leaf or
-    # line of the awaited collective. `slowed`: by which products take longer because collectives run.
+    # Seconds over all iterations of loops (one if the trip count is unknown). `waits`: how long kernels wait, by leaf
+    # or line of the awaited collective. `slowed`: how much longer products take because collectives run.
     waits: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     slowed: float = 0.0
     times: int = 1  # how often the computation that is simulated runs
@@ -170,7 +170,7 @@ class Timeline:
         self.spans.append(Span("compute", kind, begin, self.now, self.now, name))
 
     def loop(self, i: Instruction, called: list[HloCall], pending: Iterable[Span]) -> None:
-        """Run one iteration of a loop. Collectives in flight around it also progress during the skipped iterations."""
+        """Run one iteration of a loop. Collectives that began before the loop also progress in skipped iterations."""
         body = next(call for call in called if call.callee == dict(i.callees)["body"])
         begin, unslowed, times = self.now, self.unslowed, self.times
         self.unslowed, self.times = max(unslowed, self.link_free), times * body.trips

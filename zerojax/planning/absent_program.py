@@ -1,7 +1,7 @@
 """Compile for GPUs that this machine does not have: a step, a jitted function, or a gradient, with shapes as arguments.
 
-While JAX traces cuDNN attention or a Pallas kernel, it asks the local machine for its GPU, and no option names another
-GPU. So `kernels_for` replaces the functions that JAX asks, for one thread. Tested with jax 0.10.2 and 0.12.0.
+To trace cuDNN attention or a Pallas kernel, JAX asks which GPU the local machine has, and no option names another GPU.
+So `kernels_for` replaces the functions with which JAX asks, in one thread. Tested with jax 0.10.2 and 0.12.0.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ MANY_PROGRAMS = (
     'With Offload(params="disk") a step is many programs, and plan and check compile one. zerojax.estimate gives the '
     "bytes of parameters on disk, and what a step reads and writes. For its time and memory, run a step."
 )
-# The version that JAX is told if cuDNN is not installed. It supports every form of attention that JAX offers. XLA
-# compiles calls of cuDNN without the library.
+# The version of cuDNN that JAX is told if cuDNN is not installed. This version supports every form of attention that
+# JAX offers. XLA compiles calls of cuDNN without the library.
 CUDNN = 91400
-# Lets one thread at a time replace functions of JAX. Otherwise a thread could restore another's replacement.
+# Held while functions of JAX are replaced. Another thread would take a replacement for JAX's function, and restore it.
 _ONE_AT_A_TIME = threading.RLock()
 
 
@@ -60,7 +60,7 @@ AbsentProgram = tuple[Callable[[Any], CompiledStep], int]
 
 
 def program_of_step(step: Step, state: Any, args: tuple, topology: str, usable: int) -> AbsentProgram:
-    """Return the `AbsentProgram` of `step` for the GPUs of `topology`, on which the state is sharded again.
+    """Return the `AbsentProgram` of `step` for the GPUs of `topology`. The state is sharded again for these GPUs.
 
     A step with `memory="auto"` is compiled to take at most `usable` bytes per device.
     """
@@ -71,7 +71,7 @@ def program_of_step(step: Step, state: Any, args: tuple, topology: str, usable: 
     blocks = Blocks()
     # A plan lists the blocks that tracing finds in the loss. A step with `memory=` looks for the blocks by itself.
     observed = step.program.loss.fn if options.memory is not None else blocks.observed(step.program.loss.fn)
-    # Without a reduction, the loss would be traced a second time, for all rows, and the list would have those blocks.
+    # Without a reduction, the loss would be traced again for all rows, and the list would have blocks of that trace.
     reduction = step.program.loss.reduction if step.program.loss.weighted else step.program.loss.reduction or "mean"
     loss = dataclasses.replace(step.program.loss, fn=observed, reduction=reduction)
     moved, accumulate = Step(config, loss, options), options.accumulate
@@ -197,7 +197,7 @@ def program_of_function(f: Any, state: Any, batch: Any, args: tuple, topology: s
 
 
 def check_meshes(traced: Any, mesh: Mesh) -> None:
-    """Raise a ValueError if a traced program names devices that `mesh` does not have, or another number of devices.
+    """Raise a ValueError if a traced program names devices that `mesh` does not have, or a mesh of another size.
 
     XLA's compiler for GPUs would end the process if a sharding and the program had different numbers of devices.
     """
@@ -246,12 +246,12 @@ def plain_gradient(
     accumulated: frozenset[int] = frozenset(),
     mutable: Any = None,
 ) -> Any:
-    """Compile the gradient by plain jit with replicated parameters, to measure activations as its temporary memory.
+    """Compile a loss's gradient by plain jit with replicated parameters. The temporary memory measures activations.
 
-    XLA hides activations in the buffers of gradients that are not computed yet. Stage 3 has no such buffers, because
-    its gradients are sharded. To count these activations, the gradient of each parameter in `accumulated` (indices) is
-    added to an input, whose buffer XLA cannot reuse. The gradient of a stacked leaf needs no input: a loop fills it
-    step by step, and its buffer is occupied throughout the loop.
+    XLA hides activations in buffers of full gradients that are not computed yet. Stage 3 has no such buffers. To count
+    the hidden activations, too, the gradient of each parameter in `accumulated` (indices) is added to an input, whose
+    buffer XLA cannot reuse. The gradient of a stacked leaf needs no input: a loop fills the gradient step by step, so
+    its buffer is occupied throughout the loop.
 
     Rows without a sharding are replicated.
     """
@@ -281,11 +281,11 @@ def plain_gradient(
 def kernels_for(mesh: Mesh) -> Iterator[None]:
     """Enter a context in which attention of cuDNN and kernels of Pallas are traced and lowered for the GPUs of a mesh.
 
-    Functions of JAX that ask the local machine are replaced. On a mesh without GPUs, nothing is replaced.
+    Functions with which JAX asks the local machine are replaced. On a mesh without GPUs, nothing is replaced.
 
-    - cuDNN attention asks for the version of cuDNN, and for what the first local GPU can compute.
-    - Pallas asks for the GPU of the context's mesh, or of the first local device. Only this question is asked inside
-      `use_abstract_mesh`, which names the mesh's GPU. A program traced inside it would have arrays of other types.
+    - cuDNN attention asks for the version of cuDNN, and for the compute capability of the first local GPU.
+    - Pallas asks for the GPU of the context's mesh, or else of the first local device. Its function is called inside
+      `use_abstract_mesh`, which names the GPU of `mesh`. The program is traced outside, to keep the arrays' types.
     """
     from jax._src.cudnn import fused_attention_stablehlo as attention
 

@@ -32,7 +32,7 @@ MOST_CAUSES = 5
 # Tolerances of the contract: an excess within them is not a finding.
 MEMORY_SLACK, VOLUME_SLACK, FLOPS_SLACK, LEAST_HIDDEN = 1.10, 1.02, 1.02, 0.95
 REDUCTIONS = ("all-reduce", "reduce-scatter")
-# Likely reasons why the compiler added a collective, by kind. Collectives of zerojax need none: they have labels.
+# Likely reasons why the compiler added a collective, by kind. Collectives of zerojax have labels that say the reason.
 WHY = {
     "all-gather": "the operation that reads the array takes all rows, or divides a dim that does not hold the rows",
     "all-reduce": "the array is a sum over a dim that the compiler divides, so each device has a partial sum",
@@ -63,9 +63,9 @@ class Check:
             memory of the backward pass or of the update, whichever is larger. The backward pass may take the temporary
             memory of plain jit with replicated parameters, and 3 x the largest layer (in use, prefetched, gradients).
         gathered: Elements of parameters that are all-gathered, counted in full tensors.
-        gathered_formula: The most elements that the stage may gather.
+        gathered_formula: The limit of the contract on `gathered`.
         reduced: Elements of gradients that are reduce-scattered or all-reduced, counted in full tensors.
-        reduced_formula: The most elements that the stage may reduce.
+        reduced_formula: The limit of the contract on `reduced`.
         activations: Bytes of all other arrays that the loss moves along the data axes, such as activations that are
             gathered, summed, exchanged or shifted.
         activations_formula: Bytes of activations that plain jit moves with replicated parameters.
@@ -142,8 +142,8 @@ def check(step: Step, state: ZeroState, batch: Any, *args: Any, topology: str | 
     Raises:
         TypeError: If `step` is not a step, or `state` is not a `ZeroState`.
         NotImplementedError: If the parameters are on disk.
-        ValueError: If the topology is unknown, the axes do not divide the batch, or the loss names a mesh axis. For the
-            contract, plain jit compiles the loss, too, and it has no mesh axes.
+        ValueError: If the topology is unknown, the axes do not divide the batch, or the loss names a mesh axis. The
+            contract is computed from the loss under plain jit, which has no mesh axes.
         ModuleNotFoundError: If `topology` is given and the extra `aot` is not installed.
     """
     if not isinstance(step, Step):
@@ -211,7 +211,7 @@ def along_data(found: Iterable[CollectivePiece], config: Config) -> Iterator[Col
 
 
 def _elements_moved(which: Sequence[CollectivePiece], fmt: str | None, wire: Wire | None) -> int:
-    """Return how many elements these collectives move. A quantised payload counts as the elements that it encodes."""
+    """Return how many elements the pieces `which` move. A quantised payload counts as the elements that it encodes."""
     moved = sum(piece.elements for piece in which)
     if wire is None or fmt is None:
         return moved
@@ -239,8 +239,8 @@ def exchanged(found: Iterable[CollectivePiece], gradients: int, sizes: frozenset
     """Separate the collectives that the compiler added into sums of gradients and everything else.
 
     Collectives of zerojax have labels, and are left out. The program does not say which of the other sums are sums of
-    gradients. A sum in the backward pass counts as one if its size is in `sizes`. Further sums may join small
-    gradients, so they count as well until the number of elements of all `gradients` is reached.
+    gradients. A sum outside of the forward pass counts as one if its number of elements is in `sizes`. Any further sum
+    may join small gradients, so further sums also count, until all reductions have `gradients` elements.
     """
     others, sums, completing, lacking = [], [], [], gradients
     for piece in found:
@@ -359,7 +359,7 @@ def _by_line(moved: Exchanged, times: int) -> Counter[tuple[str, str]]:
 
 
 def _what(moved: Exchanged, kind: str, line: str) -> str:
-    """Describe the array of the largest collective of `kind` at `line`, and the dim along which it is gathered."""
+    """Describe the largest collective of `kind` at `line`: its largest array, and the dim of an all-gather."""
     found = (piece for piece, _ in moved.pieces if piece.kind == kind and piece.line == line)
     c = max(found, key=lambda piece: piece.bytes).collective
     array = max(c.arrays, key=lambda array: array.bytes)

@@ -27,10 +27,10 @@ from zerojax.train.step import Step
 from zerojax.zero import ZeroTransformation
 
 STEPS = 2
-# The relative error of a long sum in another order: for float32, and in rounding units of narrower types.
+# The relative error of a long sum in another order, in float32. For narrower types, the same error in rounding units.
 FLOAT32_TOLERANCE, NARROW_UNITS = 1e-5, 2
 MOST_SHOWN, WIDTH = 12, 100
-MARGIN = 8  # on the mesh, rounding changes a leaf at most this many times as much as on one device
+MARGIN = 8  # rounding may change a leaf on the mesh by this many times the change that it causes on one device
 CANCELLED = 1e-7  # rounding error of terms that cancel, relative to the largest leaf
 HINTS = {
     "value": "The loss of all rows is not the mean over devices and microbatches: rows meet in it (batch statistics, "
@@ -48,7 +48,7 @@ HINTS = {
 class Difference:
     """The difference between a leaf on the mesh and the same leaf on one device, after one step.
 
-    `difference` and `allowed` are relative to the leaf's largest magnitude on one device, or absolute if this is 0.
+    `difference` and `allowed` are relative to the leaf's largest magnitude on one device, or absolute if that is 0.
     """
 
     stage: int  # ZeRO stage on the mesh
@@ -96,7 +96,7 @@ class Comparison:
         steps: Number of updates.
         tolerance: Relative difference that is allowed for every leaf. It depends on the narrowest type in the loss's
             computation. A leaf may differ by more if rounding alone changes it by more on one device.
-        leaves: Every leaf of every step and stage. Empty if a leaf on one device is not finite.
+        leaves: A `Difference` per leaf, step and stage. Empty if a leaf on one device is not finite.
         nonfinite: The first leaf that is not finite. None if all are finite.
     """
 
@@ -181,7 +181,7 @@ def off_by(x: np.ndarray, y: np.ndarray) -> float:
 
 
 def first_nonfinite(found: Snapshot, before: Snapshot) -> Key | None:
-    """Return the first loss, gradient or parameter that is not finite. Skip parameters not finite in `before`."""
+    """Return the first non-finite loss, gradient or parameter, or None. Skip parameters not finite in `before`."""
     is_finite = lambda x: np.isfinite(wide(x)).all()
     for key, x in found.items():
         watched = key[0] in ("value", "gradient", "parameters") and jnp.issubdtype(x.dtype, jnp.inexact)
@@ -202,7 +202,7 @@ def compare(
     leaf, and the line of the model that produces the first NaN.
 
     Args:
-        step: A step of `tx.train_step`. Its stage is replaced, and offloads that a stage cannot have are dropped.
+        step: A step of `tx.train_step`. It runs at each of `stages`, without offloads that a stage does not support.
         state: A state of `tx.create`, which is not changed. All runs start from its parameters and its mutable state.
             Make the model small: one device holds all parameters, their gradients and their optimizer state.
         batch: The global batch, as arrays. Both steps take the same batch.
@@ -259,7 +259,7 @@ def check_given(step: Step, given: dict[str, Any], stages: Sequence[int]) -> Non
 
 
 def at_stage(config: Config, stage: int) -> Config:
-    """Return `config` at `stage`. Drop offloads that the stage lacks, and let the state store the gradients."""
+    """Return `config` at `stage`, without offloads that the stage does not support. The state stores the gradients."""
     offload = config.offload if stage else None
     if isinstance(offload, Offload) and stage != 3:
         offload = dataclasses.replace(offload, params=None)
@@ -284,14 +284,14 @@ def run_sharded(step: Step, params: Any, mutable: Any, batch: Any, args: tuple) 
 
 
 def kept_gradients(state: ZeroState) -> Any:
-    """Return the gradients that the optimizer received, in logical shapes, from the first leaves of `state`."""
+    """Return the gradients that `keeping_gradients` stored, in logical shapes: the first leaves of the state."""
     trained = state.plan.trained
     stored = jax.tree.leaves(state.opt_state, is_leaf=is_chunked)[: len(trained.params)]
     return trained.treedef.unflatten(map(logical_of_stored, stored, state.plan.state))
 
 
 def find_nonfinite(reference: Reference, states: Sequence[Any], runs: Mapping[Any, list[Snapshot]]) -> NonFinite | None:
-    """Return the first leaf that is not finite, and the source lines that compute its first NaN.
+    """Return the first leaf that is not finite, with the lines of its first NaN. Return None if all are finite.
 
     `states` has the reference's state before each step. `runs` has the results by stage, or by None for the reference.
     """
