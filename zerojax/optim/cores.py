@@ -23,7 +23,7 @@ SMALL = 8192
 
 
 def equations_after(jaxpr: Any, cores: Sequence[Core]) -> tuple[set[int], set[int]]:
-    """Return the equations of `cores`, and all other equations that depend on results of `cores`."""
+    """Return the indices of the equations of `cores`, and of all other equations that depend on results of `cores`."""
     inside = {e for core in cores for e in core.eqns}
     made = jaxprs.dependent_on([var for e in inside for var in jaxpr.eqns[e].outvars], jaxpr.eqns)
     late = {e for e, eqn in enumerate(jaxpr.eqns) if not made.isdisjoint(jaxprs.variables_in(eqn.invars))}
@@ -67,7 +67,7 @@ class CoreFinder:
                     self.makers.setdefault(next(iter(found)), {})[var] = e
 
     def find(self) -> tuple[dict[int, Core], dict[int, str]]:
-        """Return `cores` and `refused` by parameter. `refused` says why an update with matrix products has no core."""
+        """Return a `Core` by parameter and, for other updates with matrix products, a reason why there is no core."""
         cores, refused, all_eqns = {}, {}, self.traced.jaxpr.eqns
         for i, leaf in enumerate(self.grads):
             results = [self.traced.jaxpr.outvars[i], *(var for var, _ in self._state_of(i))]

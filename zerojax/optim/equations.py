@@ -72,8 +72,8 @@ def update_first_group(
 ) -> tuple[dict[int, Array], list, list, tuple[int, ...]]:
     """Compute the group that needs no offloaded state. Return the fields of `ResidentResults`; see `resident_update`.
 
-    With parameters on disk, `cuts` are scalars that were reduced from gradients in files, and `equations` is the rest
-    of the group's equations, which reads these scalars as inputs.
+    With parameters on disk, `cuts` are scalars that were reduced from gradients in files, and `equations` are the
+    remaining equations of the group, which read these scalars. Otherwise, all equations of the group are computed.
     """
     partition = plan.analysis(config).partition
     first, equations = partition.first, equations or partition.first.equations
@@ -158,7 +158,7 @@ def _compute(config: Config, owned: OwnedCores, env: dict, variables: list) -> d
 
 
 def evaluate_as(jaxpr: Any, consts: Sequence, values: Sequence, shape: tuple[int, ...]) -> list:
-    """Evaluate an elementwise `jaxpr` on `values` of another `shape` than the arrays in its trace.
+    """Evaluate an elementwise `jaxpr` on `values` with the given shape, which may differ from the shape in its trace.
 
     All branches of a `cond` are evaluated, because the shapes in a traced branch cannot change. If any of `values` is
     in host memory, constants that are broadcast are copied to host memory.

@@ -70,7 +70,7 @@ def plan_for(config: Config, params: PyTree, opt_state: PyTree) -> ShardingPlan:
 
 
 def raise_unknown_shapes(tree: PyTree, count: int, *, with_params: bool) -> None:
-    """Raise a `ValueError` that says why the logical shapes of `tree` are not known, unless it has no arrays."""
+    """Raise a `ValueError` that says why the shapes of `tree` are not known. Do nothing if `tree` has no arrays."""
     keyed = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_stored_node)
     if not keyed:
         return
@@ -93,7 +93,7 @@ def raise_unknown_shapes(tree: PyTree, count: int, *, with_params: bool) -> None
 
 
 def matches(plan: ShardingPlan, tree: PyTree, *, may_be_part: bool) -> Iterator[tuple[Any, tuple[Leaf, ...]]]:
-    """Yield `(tree, layouts)` for each part of the plan's state that `tree` fits. Drop master weights from the tree.
+    """Yield `(tree, layouts)` for each part of the plan's state that `tree` fits. Drop master weights from it.
 
     Leaves are compared by path and not by structure, because Flax's NNX has variables where the plan has arrays.
     """
@@ -161,7 +161,7 @@ def with_new(config: Config, plan: ShardingPlan, arrays: list, params: PyTree) -
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def unsharded_params(config: Config, plan: ShardingPlan, arrays: list, params: PyTree) -> Any:
-    """Return `params` in storage, where `arrays`, sharded for the update, replace the trained ones. None: no change."""
+    """Return `params` in storage. Arrays in `arrays`, sharded for the update, replace trained parameters."""
     stored = storage_leaves(params, plan.layout.params)
     new = unshard_after_update(config, plan, arrays, stored)
     return in_storage([old if x is None else x for x, old in zip(new, stored, strict=True)], plan.layout)
@@ -184,9 +184,9 @@ def current_masters(
 ) -> dict[int, tuple[Leaf, Any]]:
     """Return the layout and array of the current master weights, by parameter index.
 
-    With `compare`, wait for the devices to find out which parameters a program changed. Their master weights become new
-    arrays on the devices, and all others keep their arrays, even offloaded ones. Without `compare`, do not wait: every
-    master weight becomes a new array on the devices. If the arrays are shapes, they are returned unchanged.
+    With `compare`, wait for the devices to find out which parameters a program changed. The master weights of these
+    become new arrays on the devices. All other master weights keep their arrays, even offloaded ones. Without
+    `compare`, do not wait, and return new arrays on the devices for all master weights. Return shapes unchanged.
     """
     _, masters = split_masters(plan, opt_state)
     leaves = leaves_of(params)

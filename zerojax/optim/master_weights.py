@@ -1,7 +1,7 @@
 """Keep master weights, which are wide copies of narrow parameters, in the optimizer's state, and update them.
 
-A transformation around the user's transformation does this. So master weights are ordinary state, and are matched to
-parameters and sharded by the same rules.
+A transformation around the user's transformation does this. So master weights are ordinary state. The rules for state
+match them to parameters and shard them.
 
 As in plain optax, an update starts from the parameters. A master weight only adds the bits that its narrow parameter
 cannot hold. Where a program changed the parameter since the last update, the update starts from the parameter.
@@ -76,8 +76,8 @@ def is_copy(master: Array, param: Array, stored: Any) -> Bool[Array, "*shape"]:
     """Return, for each element, whether `param` is the master weight itself, or the master weight cast to `stored`.
 
     Bits are compared, because XLA removes a cast to a narrower type and back unless the program reads the bits of the
-    result. Each parameter would then be compared with the uncast master weight, and look changed. NaN counts as
-    changed.
+    result. Without the cast, each parameter would be compared with the uncast master weight, and look changed. NaN
+    counts as changed.
 
     XLA may compute an update twice, once for the master weight and once for the parameter, and round a product in only
     one of them. Where the master weight is nearly halfway between two numbers of type `stored`, both count as copies.
@@ -92,5 +92,5 @@ def is_copy(master: Array, param: Array, stored: Any) -> Bool[Array, "*shape"]:
 
 
 def narrow_leaves(trained: Layout) -> list[bool]:
-    """Return, for each trained parameter, whether it is stored in a narrower type than its master weight."""
+    """Return, for each trained parameter, whether its stored type is narrower than the type of its update."""
     return [leaf.dtype != part.dtype for leaf, part in zip(trained.params, trained.grads, strict=True)]

@@ -1,10 +1,10 @@
-"""Decide which cores owners compute. Cores with equal programs are stacked, and an owner computes each core once.
+"""Decide which cores have owners. A core is the part of an update that needs a full matrix.
 
-Without owners, the compiler divides every product of a core among all devices. Then each product needs an all-reduce,
-and every device repeats the products that cannot be divided, such as the square of a Gram matrix. The time with owners
-and the time without owners are estimated from the FLOPs and bytes in the traced program. The faster way is chosen.
-`Costs.follow` finds the index of the sharded dim in every variable of the program, by the rules of `zerojax.dims`. It
-counts which products are divided over the devices, and which products every device repeats.
+With owners, cores with equal programs are stacked, and one owner (one or a few devices) computes each core. Without
+owners, the compiler divides every product of a core among all devices. Each product then needs an all-reduce, and every
+device repeats the products that cannot be divided, such as the square of a Gram matrix. The times of both ways are
+estimated from the traced program, and the faster way is chosen. By the rules of `zerojax.dims`, `Costs.follow` finds
+the index of the sharded dim in every variable, and counts the FLOPs of divided products and of repeated ones.
 
 References:
     Liu et al. 2025, arXiv 2502.16982, section 2.3: Muon that gathers each matrix on one of the devices.
@@ -90,7 +90,7 @@ def owned_update(update: FlatUpdate, given: Given, traced: TracedUpdate, streame
 
 
 def _batches(config: Config, whole: OwnedCores) -> list[OwnedCores]:
-    """Divide cores into batches. A batch has at most one item per device, and at most `chunk_bytes` per device."""
+    """Divide cores into batches of at most one item and `chunk_bytes` per device; see `OwnedCores.counts` for items."""
     assert config.offload is not None
     batches: list[list[Core]] = []
     items = local_bytes = math.inf
@@ -108,7 +108,7 @@ def _sliced(update: FlatUpdate, given: Given, traced: TracedUpdate, stacks: Sequ
     """Trace the update on short stacks of matrices. Return the trace, and the number of matrices per stack.
 
     The number is 1 if stacks of one matrix give the same program as `traced`. Otherwise, it is the smallest common
-    divisor above 1 of all stacks' lengths. If that gives another program, too, return `traced` and 0.
+    divisor above 1 of all stacks' lengths. If such stacks do not give the same program either, return `traced` and 0.
     """
     shapes = {core.leaf: update.leaves.grads[core.leaf].shape for core in stacks}
     common = math.gcd(*(shape[0] for shape in shapes.values()))
@@ -145,7 +145,7 @@ def _is_stack(core: Core, traced: TracedUpdate) -> bool:
 def _choose(config: Config, whole: OwnedCores) -> tuple[OwnedCores, str]:
     """Choose how many cores owners compute, and with how many devices per owner, so that the update is fastest.
 
-    Return the chosen cores, which are the first ones of `whole`, or none, and why owners do not compute the others.
+    Return these cores, which are the first ones of `whole` or none of them, and why the other cores have no owners.
     """
     first, counts, shards = whole.cores[0], whole.counts, whole.leaf.shards
     sizes = [leaf.bytes for leaves in layouts_of_item(first, whole.size) for leaf in leaves]
@@ -221,7 +221,7 @@ class Costs:
     A `dims.Follower` alone cannot follow this dim, because the operands of a product may be sharded on different dims.
     """
 
-    divided: float = 0.0  # FLOPs of products whose operands have the dim, of which each device computes a part
+    divided: float = 0.0  # FLOPs of products that each device computes in part, because an operand has the sharded dim
     repeated: float = 0.0  # FLOPs of all other products, which every device computes in full
     # bytes of results that are all-reduced because they are sums over the dim, plus half the bytes of gathered arrays
     summed: float = 0.0
@@ -294,7 +294,7 @@ class Costs:
         return carry
 
     def _cond(self, eqn: Any, dims: list[int | None]) -> list[int | None]:
-        """Follow the dim through branches, which must agree on it. Count only the branch with the most FLOPs."""
+        """Follow the dim through branches, all of which must move it alike. Count the branch with the most FLOPs."""
         branches = [(Costs(), compat.opened(branch)[0]) for branch in eqn.params["branches"]]
         found = [inside.follow(body, dims[1:]) for inside, body in branches]
         if any(outs != found[0] for outs in found):
@@ -306,7 +306,7 @@ class Costs:
         return found[0]
 
     def _dot(self, eqn: Any, lhs: int | None, rhs: int | None) -> int | None:
-        """Return the index of the dim in the result of a `dot_general`, or None if the dim is contracted."""
+        """Return the index of the dim in the result of a `dot_general`, or None if the result does not have the dim."""
         (contracted, batch), free = eqn.params["dimension_numbers"], free_dims(eqn)
         if lhs is None and rhs is None:
             self.repeated += jaxprs.dot_flops(eqn)

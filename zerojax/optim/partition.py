@@ -2,9 +2,9 @@
 
 A group is computed when its offloaded state is on the device. Transformations are not recognised by name. `tx.update`
 is traced, to find the offloaded arrays that each result depends on. Results that depend on no offloaded array (a count,
-a schedule, the norm of all gradients) form the first group, which runs in the program that computes the gradients. All
-results that depend on the same offloaded arrays form another group. If all results of a group are elementwise, the
-group is updated in chunks.
+a schedule, the norm of all gradients) form the first group, which runs in the program that computes the gradients. Any
+other group has all results that depend on the same offloaded arrays. If they are elementwise, the group is updated in
+chunks.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ class Partition:
     """An update that is divided into groups.
 
     Attributes:
-        first: The group of the results that depend on no offloaded array. After these results, its equations return the
-            shared values, which the other groups read.
+        first: The group of the results that depend on no offloaded array. Its equations return these results, and then
+            the shared values, which the other groups read.
         shared_shapes: The shapes and types of the shared values.
         groups: All other groups.
         consts: The arrays that the transformation closes over.
@@ -99,7 +99,7 @@ class Partition:
 
 @dataclasses.dataclass(frozen=True)
 class PlannedUpdate:
-    """Analyses of the `flat` update that a training step runs. Each analysis runs once, when it is first needed.
+    """Analyses of a step's update (`flat`, a `FlatUpdate`). Each analysis runs once, when it is first needed.
 
     `traced`, `owned` and `partition` raise a `TransformationError`, or the transformation's own error, if the update
     needs arguments that a step does not give.
@@ -109,14 +109,14 @@ class PlannedUpdate:
 
     @functools.cached_property
     def units(self) -> dict[int, Unit]:
-        """Map each offloaded leaf of the state to its unit. The device keeps `1 - fraction`, largest first."""
+        """Map each offloaded leaf of the state to its unit. `1 - fraction` of the bytes stay on the device."""
         if self.flat.config.offload is None:
             return {}
         units, sizes = self._candidates, collections.Counter[Unit]()
         for k, unit in units.items():
             sizes[unit] += self.flat.leaves.state[k].local_bytes
         room, kept = round(sizes.total() * (1 - self._offload.fraction)), set()
-        for unit, size in sorted(sizes.items(), key=lambda item: (-item[1], str(item[0]))):
+        for unit, size in sorted(sizes.items(), key=lambda item: (-item[1], str(item[0]))):  # the largest unit first
             if size <= room:
                 kept.add(unit)
                 room -= size
@@ -124,7 +124,7 @@ class PlannedUpdate:
 
     @property
     def _candidates(self) -> dict[int, Unit]:
-        """Map each leaf of the state to its unit if offloading is allowed. Small leaves stay on the device."""
+        """Map each leaf of the state that may be offloaded to its unit. Small leaves stay on the device."""
         leaves = zip(self.flat.trained.paths, shapes(self.flat.trained.grads), strict=True)
         # Leave out scalar and empty parameters: their state in Adafactor cannot be divided like the parameter.
         covered = [bool(x.shape and x.size) and self._offload.covers(path, x) for path, x in leaves]
@@ -178,8 +178,8 @@ class PlannedUpdate:
     def _groups(self) -> list[list[int]]:
         """Return the indices of the results of each group with offloaded state.
 
-        A group also updates every parameter that it reads. If another group updated such a parameter, this might happen
-        before the old value is read.
+        A group also updates every parameter that it reads. Otherwise another group might replace the parameter's old
+        value before this group reads it.
         """
         if not (self.units or self._params_on_disk):
             return []
@@ -227,7 +227,7 @@ class PlannedUpdate:
         return Partition(first, shared_shapes, found, traced.consts)
 
     def _group(self, outs: Sequence[int], shared: dict[Any, int]) -> UpdateGroup:
-        """Return the group of the results `outs`. Add the shared values that it reads to `shared`, with their indices.
+        """Return the group of the results with the indices `outs`. Number the shared values that it reads in `shared`.
 
         A group gets gradients, parameters, constants and its offloaded state. All other inputs are shared values.
         """
@@ -265,7 +265,7 @@ class PlannedUpdate:
             return None
 
     def owners_in_words(self) -> str:
-        """Return a line per set of equal cores that owners compute, and a line per reason why others have no owners."""
+        """Return a line per set of equal cores with owners, and a line per reason why other leaves have no owners."""
         if self.has_owners is None:
             return ""
         path_of = lambda i: self.flat.leaves.grads[i].path
@@ -305,7 +305,7 @@ planned_update = functools.lru_cache(maxsize=8)(PlannedUpdate)
 
 
 def join_by_owners(groups: Sequence[Sequence[int]], owned: OwnedUpdate) -> list[list[int]]:
-    """Join those of `groups` that have cores in one element of `owned`, because owners compute these cores together."""
+    """Join groups that have cores in the same `OwnedCores`, because owners compute these cores together."""
     group_of = {o: n for n, outs in enumerate(groups) for o in outs}
     together = [{group_of[core.leaf] for core in each.cores if core.leaf in group_of} for each in owned.owned]
     sets = [*({n} for n in range(len(groups))), *filter(None, together)]
@@ -313,7 +313,7 @@ def join_by_owners(groups: Sequence[Sequence[int]], owned: OwnedUpdate) -> list[
 
 
 def warn_of_lost_effects(jaxpr: Any) -> None:
-    """Warn about an equation with effects that no group computes, because no result needs it."""
+    """Warn about equations that have effects, but are in no group because no result needs them."""
     needed = {*map(id, jaxprs.needed_for(jaxpr.eqns, jaxpr.outvars)[0])}
     for eqn in jaxpr.eqns:
         if eqn.effects and id(eqn) not in needed:
@@ -327,7 +327,7 @@ def warn_of_lost_effects(jaxpr: Any) -> None:
 def may_chunk(equations: Equations, units: dict[int, Unit], i: int) -> bool:
     """Return whether the group of parameter `i` may be updated in chunks, because its equations are elementwise.
 
-    Element i of each result must depend only on scalars, and on element i of arrays of the parameter. For example, a
+    Element n of each result must depend only on scalars, and on element n of the parameter's arrays. For example, a
     group with a norm of offloaded state, or with a `cond` over all leaves, cannot be chunked.
     """
     if any(eqn.effects for eqn in equations.jaxpr.eqns):

@@ -36,7 +36,7 @@ class Annotated:
     state: PyTree  # the state, in the structure of the wrapped transformation
     # `Leaf.others` of each parameter; () if no Auto axis other than the data axes divides a parameter
     others: tuple[tuple, ...]
-    # indices of the overwritten parameters that `update` cannot recognise by their paths or shapes
+    # indices of the overwritten parameters that `update` would not recognise by path or shape
     overwritten: tuple[int, ...]
 
 
@@ -128,7 +128,7 @@ def all_on_host(config: Config, plan: ShardingPlan, state: PyTree) -> PyTree:
 def rechunked(config: Config, plan: ShardingPlan, state: PyTree) -> PyTree:
     """Put `Chunked` nodes back into a state from which Flax's `nnx.update` has removed them.
 
-    `nnx.Optimizer` stores each node as nested dicts of its chunks after its first update. Any other state is returned
+    After the first update, an `nnx.Optimizer` stores each node as nested dicts of chunks. Any other state is returned
     unchanged.
     """
     if is_on_disk(config):

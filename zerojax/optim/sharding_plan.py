@@ -76,7 +76,7 @@ class ShardingPlan(CachedHash):
         return {k: chunking for k, chunking in enumerate(self.chunkings) if chunking is not None}
 
     def along_others(self, sizes: Mapping[str, int]) -> ShardingPlan:
-        """Restrict the plan to one slice of the mesh along all axes but the data axes. `sizes` has all axes' sizes."""
+        """Return the plan of one slice of the mesh, in which only the data axes remain. `sizes` is by mesh axis."""
         pick = lambda leaves: tuple(leaf.along_others(sizes) for leaf in leaves)
         layout, trained = (
             dataclasses.replace(x, params=pick(x.params), grads=pick(x.grads)) for x in (self.layout, self.trained)
@@ -162,7 +162,7 @@ def multiplies_matrices(update: FlatUpdate) -> bool:
 
 
 def check_choices(config: Config, layout: Layout) -> None:
-    """Raise a ValueError for an option that was given to choose parameters, and chooses none."""
+    """Raise a ValueError for an option, such as `trainable=`, that should choose parameters and chooses none."""
     choices = {
         "trainable=": config.trainable,
         "overwrite=": config.overwrite,
@@ -185,7 +185,7 @@ def state_shardings(config: Config, plan: ShardingPlan) -> PyTree:
 
 
 def state_shapes(config: Config, plan: ShardingPlan) -> PyTree:
-    """Return the storage shapes and shardings of the state as a tree. The nodes of state on disk have no store."""
+    """Return the storage shapes and shardings of the state as a tree. A node of state on disk belongs to no files."""
     shape = lambda leaf: jax.ShapeDtypeStruct(leaf.storage_shape, leaf.dtype, sharding=leaf_sharding(config, leaf))
     found: list[Any] = [*map(shape, plan.state)]
     if plan.offloaded:

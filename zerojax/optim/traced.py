@@ -84,9 +84,9 @@ Given = tuple[Sequence, Sequence, Sequence | None, dict]
 
 
 def trace_update(update: FlatUpdate, given: Given, changed: Mapping[int, tuple[int, ...]] = {}) -> TracedUpdate:
-    """Trace the update of `given` arguments. Raise a `TransformationError` if the transformation raises an error.
+    """Trace an update of the arguments `given`. Raise a `TransformationError` if the transformation raises an error.
 
-    `changed` maps the indices of some trained parameters to other shapes. Their state changes as `_state_shape` says.
+    `changed` maps the indices of some trained parameters to other shapes. `_state_shape` gives shapes of their state.
     """
     grads, state, params, extra = given
     numbers, tree = jax.tree.flatten(extra)
@@ -202,7 +202,7 @@ class OwnedCores:
         return self.cores[0].arrays[0][1]
 
     def take(self, cores: Sequence[Core]) -> OwnedCores:
-        """Return a copy that has only `cores`, which are some of its cores."""
+        """Return a copy with only the given `cores`, which must be some of `self.cores`."""
         counts = dict(zip((core.leaf for core in self.cores), self.counts, strict=True))
         return dataclasses.replace(self, cores=tuple(cores), counts=tuple(counts[core.leaf] for core in cores))
 

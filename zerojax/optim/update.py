@@ -3,7 +3,7 @@
 The result is exact for every transformation, because the update runs in global view under `jit`. Gradients, parameters
 and state are logical arrays with fixed layouts, and the compiler divides the work. So a norm over all parameters, a
 factored second moment or a Newton-Schulz iteration sees full matrices, as on one device. A leaf that is updated element
-by element may be flat. Owners compute the cores of matrix updates.
+by element may be stored flat. Owners (a device, or a few) may compute the part of an update that needs a full matrix.
 
 References:
     Xu et al. 2020, arXiv 2004.13336: the sharded weight update.
@@ -119,10 +119,10 @@ def unshard_after_update(
     updated: Sequence[Shaped[Array, "*storage"] | None],
     frozen: Sequence[Shaped[Array, "*storage"]],
 ) -> list[Any]:
-    """Undo `shard_for_update`: gather each parameter whose stored form is replicated, or sharded over fewer axes.
+    """Undo `shard_for_update`: gather each parameter that is stored replicated, or sharded over fewer mesh axes.
 
-    Return one array per parameter: from `updated` for trained parameters, where None stays None, and otherwise from
-    `frozen`, which also has one array per parameter.
+    `updated` has one array, or None, per trained parameter. `frozen` has one array per parameter. Return a copy of
+    `frozen` in which the elements of `updated` replace the trained parameters.
     """
     arrays = {k: x for k, x in enumerate(updated) if x is not None}
     leaves = plan.trained.params
@@ -178,17 +178,17 @@ def update_shards(
 
 @jax.named_scope(UPDATE)
 def roll_back(ok: Bool[Array, ""], new: PyTree, old: PyTree) -> PyTree:
-    """Return the arrays of `new` if `ok`, and otherwise those of `old`, bit for bit."""
+    """Return the arrays of `new` if `ok` is true, and otherwise the arrays of `old`, bit for bit."""
     return jax.tree.map(lambda a, b: jnp.where(ok, a, b), new, old)
 
 
 class ResidentResults(NamedTuple):
-    """The result of an update's first group.
+    """The result of an update's first group, which needs no offloaded state.
 
     Attributes:
         params: The trained parameters that the group updates, by index. They are sharded like their gradients.
-        state: One array per leaf of the state: the new array, or the old array if another group replaces it. None for
-            offloaded leaves.
+        state: One array per leaf of the state: the new array, or the old array if another group replaces this leaf.
+            None for offloaded leaves.
         shared: The shared values, which the other groups read.
         grads: The indices of the gradients that the other groups read.
     """
@@ -208,7 +208,7 @@ class StreamedInputs(NamedTuple):
     state: list  # one array per leaf of the state; None for offloaded leaves
     grads: dict[int, Array]  # the gradients that the groups read, by index, in storage shape
     shared: list  # the shared values, which several groups may read
-    skipped: Bool[Array, ""] | None  # whether the step is skipped; None: no step is
+    skipped: Bool[Array, ""] | None  # whether the step is skipped; None if steps are never skipped
 
 
 def resident_update(
