@@ -61,12 +61,12 @@ class Plan:
         host: Bytes per device in host memory, as `estimate` computes them.
         disk: Bytes per device on disk, as `estimate` computes them.
         update: Seconds per step, after the gradients, in which offloaded state is copied to the device, updated and
-            copied back, computed from its bytes and the rates `host_link` (in each direction) and `disk` (if given). 0
-            if all state stays on the device, or if the host updates the state.
+            copied back. They follow from the state's bytes and the rates `host_link` (in each direction) and `disk` (if
+            given). 0 if all state stays on the device, or if the host updates the state.
         largest_batch: Rows of the largest global batch that fits; 0 if no batch fits. None without a search.
         blocks: What each block of the loss saves, offloads and recomputes. A block is a scan, a function marked with
             `zerojax.block`, or a call of a `jax.checkpoint` or `zerojax.remat_within`. Empty for a function.
-        notes: Sentences about effects that these figures leave out.
+        notes: Sentences about effects that the figures of this plan leave out, and advice.
         compiler_options: The options of XLA with which the step was compiled, by name: the user's, or else the default
             options for the mesh.
         text: The compiled program, as HLO text.
@@ -188,7 +188,7 @@ class Plan:
         yield from [f"  {self.rates}"] if self.rates else []
 
     def _kinds(self) -> Iterator[tuple[str, ...]]:
-        """Yield table rows with count, bytes and hidden share, by kind and type of collective, in and across hosts."""
+        """Yield a table row (count, bytes, hidden share) per kind and type of collective, in a host or across hosts."""
         per_host, groups = Topology.parse(self.topology).per_host, dict[tuple, list]()
         for c in self.collectives:
             groups.setdefault((c.kind, c.dtype, _spans_hosts(c, per_host)), []).append(c)
@@ -268,10 +268,10 @@ def read_plan(
 
 
 def of_update(step: CompiledStep, achievable: Device, usable: int) -> tuple[float, tuple[str, ...]]:
-    """Return the seconds in which a step updates offloaded state after its gradients, and a note on how to save some.
+    """Return the seconds in which a step updates offloaded state, and, if it could be faster, a note that says how.
 
-    State crosses the link in both directions at once. Chunks that stay on the device cross only its own memory. The
-    note says how many more bytes of the state the device could keep. Without offloaded state: `(0.0, ())`.
+    State crosses the link to the host in both directions at once. Chunks that stay on the device are only read from and
+    written to the device's memory. The note says how many more bytes of the state could stay there.
     """
     if (update := step.update) is None or step.estimate is None:
         return 0.0, ()
@@ -293,7 +293,7 @@ def of_update(step: CompiledStep, achievable: Device, usable: int) -> tuple[floa
 
 
 def memory_by_part(module: Module, analysis: Any, parts: Mapping[str, str]) -> dict[str, int]:
-    """Return bytes per device by part; the sum equals `peak_bytes`. `parts` maps argument prefixes to parts."""
+    """Return bytes per device by part, with the sum `peak_bytes`. `parts` maps prefixes of argument names to parts."""
     sizes = Counter[str](dict.fromkeys(parts.values(), 0))
     entry = module.computations[module.entries[0]].instructions
     for i in sorted((i for i in entry if i.opcode == "parameter"), key=lambda i: int(i.literal)):

@@ -40,7 +40,7 @@ class Contract:
     replicated: int  # the part of `reduced` that is all-reduced, because these gradients stay replicated
     gradients: int  # elements of all gradients, each counted once; plain jit reduces these elements
     sizes: frozenset[int]  # elements of each gradient, and of its slices along dim 0, which may be layers of a stack
-    # Whether the devices divide the rows of every microbatch, including microbatches that the loss itself makes.
+    # Whether the number of devices divides the rows of a microbatch, or the leaves of the batch differ in rows.
     # If this is False, a sum over rows cannot be divided over the devices.
     is_even: bool
     flops: int  # FLOPs of a device's matrix products
@@ -51,7 +51,7 @@ class Contract:
 
 
 def contract_of(step: Step, state: ZeroState, batch: Any, args: tuple) -> Contract:
-    """Return the cost of the loss's gradient by plain jit, plus the memory and communication that the stage needs.
+    """Return the contract: the cost of the gradient by plain jit, plus the memory and communication of the stage.
 
     `batch` has shapes with shardings.
     """
@@ -109,10 +109,10 @@ def size_of(leaf: Leaf, config: Config) -> int:
 
 
 def gathered_elements(config: Config, plan: ShardingPlan, accumulate: int) -> int:
-    """Return how many elements of parameters are gathered on use, and after the update.
+    """Return how many elements of parameters a step gathers, on use and after the update together.
 
-    After the update, a replicated parameter whose gradient is sharded is gathered in full. A sharded parameter is
-    gathered up to its own shard, if its gradient has smaller shards.
+    After the update, a replicated parameter whose gradient is sharded is gathered in full. If a sharded parameter has a
+    gradient with smaller shards, each shard of the parameter is gathered from the updated smaller shards.
     """
     passes = 2 if config.reshard_after_forward else 1
     sharded = [leaf for leaf in plan.layout.params if is_float_leaf(leaf) and leaf.dim is not None]
@@ -142,7 +142,7 @@ def reduced_elements(config: Config, plan: ShardingPlan, accumulate: int) -> tup
 
 
 def _hops(config: Config, leaf: Leaf) -> float:
-    """Return the elements reduced per gradient element. More than 1 if quantised data is reduced axis by axis."""
+    """Return the elements reduced per gradient element: 1, or more if quantised data is reduced axis by axis."""
     if codec_of(config.wire, leaf, gathers=False) is None:
         return 1
     return sum(1 / config.data.size(leaf.axes[k + 1 :]) for k in range(len(leaf.axes)))

@@ -106,8 +106,8 @@ def estimate(
         accumulate: Microbatches per step. With more microbatches, stages 2 and 3 send more.
         **options: As for `zero_shard`: `precision` (default for a number of parameters: bfloat16), `offload` (ignored
             at stage 0), `trainable`, `overwrite`, `wire` (at stages that support it), `expert_axis` for shapes whose
-            `NamedSharding` or Flax metadata names it, and `tuning`, such as `Tuning(shard_axis="gpu")` with hosts. Its
-            `params_axis` counts at stage 3 only, and its `persist_below` is ignored for a number of parameters.
+            `NamedSharding` or Flax metadata names it, and `tuning`, such as `Tuning(shard_axis="gpu")` with hosts. The
+            `params_axis` of `tuning` counts at stage 3 only, and `persist_below` is ignored if `model` is a number.
 
     Returns:
         An `Estimate`, whose rows are in the order of `devices`, then of `stages`.
@@ -158,7 +158,7 @@ def mesh_axes(devices: int | str) -> dict[str, Any]:
 
 
 def config_options(options: dict[str, Any], number: float | None, stage: int) -> dict[str, Any]:
-    """Return options as fields of a `Config` for one stage. `number` is None if shapes are known."""
+    """Return options as fields of a `Config` for one stage. `number`: how many parameters, or None for known shapes."""
     if unknown := sorted(set(options) - set(EstimateOptions.__annotations__)):
         if unknown[0] in Tuning.__dataclass_fields__:
             raise unknown_option("estimate", unknown[0], options[unknown[0]])

@@ -34,8 +34,8 @@ from zerojax.train.fitting import DoesNotFit, largest_share
 from zerojax.train.loss import Loss
 from zerojax.units import format_bytes, format_seconds
 
-# An estimated peak is too high by at most this share, if the model's layers differ. So a candidate is compiled unless
-# its estimate exceeds the memory by more than this share.
+# If the model's layers differ, an estimated peak is too high, but by at most this share. So a candidate is compiled
+# unless its estimate exceeds the memory by more than this share.
 PEAK_MARGIN = 0.25
 # Costs that differ by less than this share count as equal, because the estimates are not more precise.
 COST_RESOLUTION = 0.02
@@ -140,7 +140,7 @@ class SearchSpace:
             raise NotImplementedError(MANY_PROGRAMS)
 
     def device(self, count: int) -> Device:
-        """Return the description of one GPU among `count` GPUs: at `rates` if they are given, else at peak."""
+        """Return the description of one GPU among `count` GPUs, at `rates`, or at peak rates if `rates` has none."""
         topology = Topology.parse(self.topology(count))
         return Device.of(topology) if self.rates == Rates() else self.rates.of(topology)
 
@@ -175,9 +175,9 @@ class GradientCost:
         return sum(kernel.times * kernel.seconds(device) for kernel in self.kernels)
 
     def saved(self, room: float, device: Device) -> tuple[int, float]:
-        """Return how many bytes of `room` the blocks fill with saved values, and the seconds that this spares.
+        """Return how many bytes of `room` the blocks fill with saved values, and the seconds that these values spare.
 
-        The seconds are estimated from the FLOPs that the backward pass then does not repeat.
+        The seconds are estimated from the FLOPs that the backward pass need not repeat for the saved values.
         """
         blocks = self.blocks
         assert blocks is not None, "the loss recomputes"
@@ -207,8 +207,8 @@ class PlainGradient:
     def cost(self, config: Config, layout: Layout, rows: Any) -> GradientCost:
         """Return the cost at the stage of `config`. `rows` has the shapes of the rows that one device has at a time.
 
-        A program is used again if the same gradients are added to inputs (see `plain_gradient`), and a trace if the
-        same dims are sharded.
+        Configurations that add the same gradients to inputs (see `plain_gradient`) share a compiled program.
+        Configurations that shard the same dims share a trace of the loss.
         """
         types = tuple((x.shape, x.dtype) for x in jax.tree.leaves(rows))
         traced = layout.compute, layout.trained, tuple((leaf.kind, leaf.dim) for leaf in layout.params), types
@@ -286,10 +286,10 @@ def estimate_candidate(
 
 
 def peak_of(estimate: StageEstimate, activations: int, gathered: int) -> int:
-    """Return the peak bytes per device in a step: the model states, and the backward pass or the update.
+    """Return the peak bytes of a step: the model states, plus the backward pass or the update, whichever is larger.
 
-    For unrolled layers at stages 1 and 2, this is an upper bound, because their gradients may be reduced one by one.
-    Chunks of an offloaded update are not included.
+    For unrolled layers at stages 1 and 2, this is an upper bound, because the layers' gradients may be reduced one by
+    one. Chunks of an offloaded update are not included.
     """
     return estimate.resident + max(estimate.backward + activations + gathered, estimate.update)
 

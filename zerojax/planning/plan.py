@@ -86,7 +86,7 @@ class Planner:
         Raises:
             TypeError: If `step` cannot be lowered, the state of a step is not a `ZeroState`, or an option is unknown.
             ValueError: If the topology is unknown, a mesh does not fit it, the devices do not divide the batch,
-                `memory` or a rate is not above 0, `rates` has unknown rates or those of another GPU, or the leaves of
+                `memory` or a rate is not above 0, `rates` has an unknown name or is of another GPU, or the leaves of
                 the batch have different numbers of rows (for a step, or with `largest_batch`).
             NotImplementedError: If the parameters are on disk.
             ModuleNotFoundError: If the extra `aot` is not installed.
@@ -130,8 +130,8 @@ class Planner:
     ) -> Fit:
         """Find the stage, loss, offload and batch size that fit into memory at the least time per row.
 
-        Candidates are estimated from the gradient of each loss, compiled for one GPU per number of rows. A candidate is
-        rejected if its estimate exceeds the memory by more than a quarter. All others are sorted by seconds per row.
+        Candidates are estimated from the gradient of each loss, compiled for one GPU and each number of rows. Those
+        whose estimate exceeds the memory by more than a quarter are rejected. Others are sorted by seconds per row.
         Times within 2% count as equal, and are sorted by preference: no offload, a low stage, the first loss, a small
         batch. The steps are compiled in this order, and the first that fits is chosen.
 
@@ -146,8 +146,8 @@ class Planner:
             gpu: Kind of GPU, such as `"h200"`.
             devices: Number of GPUs. None tries 1, 2, 4, 8 and so on, until a candidate fits.
             stages: ZeRO stages to choose from, one or several.
-            offload: Offloads to choose from, one or several, except with parameters on disk. None is no offload. The
-                compiled plan counts parameters in host memory as device memory.
+            offload: Offloads to choose from, one or several. None is no offload. Parameters on disk are not supported.
+                The compiled plan counts parameters in host memory as device memory.
             **options: `rows`: rows of the global batch, one number or several; numbers that the devices do not divide
                 are ignored. By default, rows start at one per device, and double while a row gets 2% cheaper and a
                 candidate fits. `recompute`: if True, steps get `memory="auto"`, so that their layers save as many
@@ -234,7 +234,7 @@ def largest_that_fits(peak: Callable[[int], float], usable: float, *, start: int
 
 
 def next_guess(peaks: dict[int, float], usable: float, fits: int, exceeds: int | None) -> int:
-    """Return a round count above `fits`, and below `exceeds` unless `exceeds` is None."""
+    """Return the next count to try: a round count above `fits`, and below `exceeds` unless that is None."""
     guess = 8 * fits if exceeds is None else (fits + exceeds) // 2
     if 2 <= len(peaks) <= PATIENCE:
         (a, x), (b, y) = sorted(sorted(peaks.items(), key=lambda item: abs(item[1] - usable))[:2])

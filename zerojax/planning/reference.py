@@ -51,7 +51,7 @@ class PlainState(NamedTuple):
 
 
 class Rounding(NamedTuple):
-    """A perturbation of gradients as by rounding: `unit` times their largest magnitude, with signs drawn by `key`."""
+    """An imitation of rounding: add `unit` times the largest magnitude of a gradient, with signs drawn from `key`."""
 
     unit: Any
     key: Any
@@ -161,7 +161,7 @@ class Reference:
         return cls(plain, plain.init(given, to_host(mutable)), to_host(batch), to_host(args))
 
     def inputs(self, state: PlainState, worker: int | None = None) -> dict[str, Any]:
-        """Return the arguments of `plain.value_and_grad`, with the rows of `worker`, or with all rows if it is None."""
+        """Return the arguments of `plain.value_and_grad`, with the rows of `worker` (None: with all rows)."""
         workers = self.plain.program.config.data.workers
 
         batch = self.batch
@@ -189,7 +189,7 @@ class Reference:
     def run(
         self, state: PlainState, steps: int, *, unit: float = 0.0, seed: int = 0
     ) -> tuple[list[PlainState], list[Snapshot]]:
-        """Return the state before each step, and the results. `unit` and `seed` perturb gradients; see `Rounding`."""
+        """Return the state before each step, and each step's results. `Rounding` explains `unit`; `seed` is its key."""
         states, snapshots, rounding = [], [], Rounding(jnp.float32(unit), jax.random.key(seed))
         for _ in range(steps):
             states.append(state)
@@ -230,7 +230,7 @@ def to_host(tree: Any) -> Any:
 
 
 def snapshot(**trees: Any) -> Snapshot:
-    """Copy results to the host. `trees` has the tree of each quantity, by its name."""
+    """Copy results to the host. `trees` has a tree for each quantity, by the quantity's name in `QUANTITIES`."""
     return {
         (quantity, jax.tree_util.keystr(path)): np.asarray(jax.device_get(x))
         for quantity in QUANTITIES

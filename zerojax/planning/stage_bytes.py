@@ -44,7 +44,7 @@ class StageEstimate:
     gathered: int | None  # at stage 3, the layers in use and prefetched. None if the model is a number of parameters
     host: int  # bytes offloaded to host memory
     disk: int  # bytes offloaded to disk
-    sent: float  # bytes that a device sends per step, and receives
+    sent: float  # bytes that a device sends per step; it receives as many
     across: float | None  # the part of `sent` in collectives over several hosts. None if the hosts are unknown
     backward: int  # gradients during the backward pass
     update: int  # gradients in the optimizer's type, and without an offload, as many bytes of updates
@@ -101,7 +101,7 @@ def estimate_stage(config: Config, plan: ShardingPlan, accumulate: int) -> Stage
 
 
 def disk_bytes(config: Config, plan: ShardingPlan, accumulate: int) -> tuple[int, int, int, int]:
-    """Return bytes per device: of parameters on disk, of gradients on disk, and that a step reads and writes of both.
+    """Return bytes per device: of parameters on disk, of gradients on disk, that a step reads, and that a step writes.
 
     The bytes read are an upper bound: the backward pass does not read the last block of the forward pass again.
     """
@@ -142,7 +142,7 @@ def backward_bytes(config: Config, plan: ShardingPlan, accumulate: int) -> int:
 
 
 def gathered_bytes(config: Config, layout: Layout) -> int:
-    """Return the bytes that stage 3 gathers at the same time, which are `1 + prefetch` times the largest layer's bytes.
+    """Return the bytes of parameters that stage 3 gathers at the same time: `1 + prefetch` times the largest layer.
 
     A layer has all leaves whose paths agree up to the first number (`blocks_3`, `layers[3]`). A stack is one layer.
     """
@@ -164,8 +164,8 @@ def sent_bytes(config: Config, layout: Layout, accumulate: int, whole: Layout) -
     Reductions send the reduce type, and gathers send the compute type. Over N devices, each device sends `(N - 1) / N`
     of the logical bytes. Stages 0 and 1 reduce once and gather once. Stage 2 reduces once per microbatch. Stage 3
     gathers twice and reduces once per microbatch. In hybrid sharding, shards are also all-reduced over the remaining
-    data axes, once per step. If these axes divide gradients further, shards are reduce-scattered over them, and
-    gathered after the update. Quantised payloads include scales and padding, and count for each hop.
+    data axes, once per step. If the remaining axes divide gradients further, shards are not all-reduced over them, but
+    reduce-scattered, and gathered after the update. Quantised payloads include scales and padding, and count per hop.
     """
     data = config.data
     sent: dict[tuple[str, ...], float] = defaultdict(float)
