@@ -1,18 +1,19 @@
 """Save, verify and restore checkpoints. Stage, mesh and precision may differ between save and restore.
 
-Each task has a main file. Read that file first, then the files named after it:
+To learn how a task is done, read the first file of its entry, then the other files of the entry:
 
-save      `saving.py` runs one save. `directory.py` names the folders and commits them atomically, and `arrays.py`
-          writes large leaves through orbax.
+save      `saving.py` runs one save. `directory.py` names the folder and commits it atomically. `arrays.py` writes
+          large leaves through orbax.
+remove    `directory.py` removes old checkpoints (`prune`). `saving.py` calls `prune` after each commit.
 restore   `restoring.py` compares a verified checkpoint with the target state, and reads each leaf into its new layout.
-verify    `manifest.py` describes a checkpoint, and checks every file against its digest.
+verify    `manifest.py` describes a checkpoint, and checks every file against the digest in this description.
 export    `export.py` writes parameters. `safetensors.py` reads and writes the files, and `mapping.py` renames leaves.
-import    `importing.py` reads parameters from safetensors, also with `safetensors.py` and `mapping.py`.
-reshard   `live.py` moves a live state into another layout, with the comparison and the conversions of restore.
+import    `importing.py` reads parameters, through `safetensors.py` and `mapping.py` like export.
+reshard   `live.py` moves a state in memory into another layout, and compares leaves with `match` of `restoring.py`.
 
-`checkpointer.py` has the object that users call. It saves, restores and verifies, one call at a time. `state_leaves.py`
-turns a state into named logical leaves, and converts a leaf to another layout; `data_state.py` writes the position of a
-data loader. `errors.py` has the errors. `preemption.py` lets a signal start a last save.
+`checkpointer.py` has the object that users call. The object saves, restores and verifies, one call at a time.
+`state_leaves.py` turns a state into named logical leaves, and converts a leaf to another layout. `data_state.py` writes
+the position of a data loader. `preemption.py` lets a signal start a last save. `errors.py` has the errors.
 """
 
 from zerojax.checkpoint.checkpointer import Checkpointer

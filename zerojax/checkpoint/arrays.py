@@ -1,7 +1,7 @@
 """Write large leaves through orbax, one folder per leaf and one file per shard, and read large and small leaves.
 
-Each process writes its own shards. The folder is an ordinary orbax checkpoint, which stock orbax can read. It has the
-zarr format without OCDBT, so that every file belongs to one leaf. `saving.py` writes the small leaves.
+Each process writes its own shards. The folder is an ordinary orbax checkpoint, which stock orbax can read. The format
+is zarr without OCDBT, so that every file belongs to one leaf. `saving.py` writes the small leaves.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from zerojax.layout.leaf import Leaf
 from zerojax.offload.chunked import Chunked, Chunking, assembled, joined, parts_of, read_ahead
 from zerojax.offload.disk import aligned_zeros
 
-# Minimum bytes of the slices of a replicated array that hosts write in parallel. Every slice is compiled.
+# Hosts write slices of a replicated array in parallel. A slice has at least these bytes, because each is compiled.
 MIN_SLICE_BYTES = 16 << 20
-# Parts of arrays are read ahead: a 32nd of all bytes that a process reads, but within these two bounds.
+# Bytes that are read ahead: a 32nd of all bytes that a process reads, but between these two limits.
 SHARES_AHEAD, LEAST_AHEAD, MOST_AHEAD = 32, 16 << 20, 2 << 30
 BLOCK_BYTES = 4 << 20  # bytes of a file that are read at once
 
 
 class ReadRequest(NamedTuple):
-    """A leaf to read, and its wanted layout, type and sharding. For PRNG keys, `leaf` describes their data."""
+    """A leaf to read, and its wanted layout, type and sharding. For PRNG keys, `leaf` describes the key data."""
 
     saved: SavedLeaf
     leaf: Leaf
@@ -49,7 +49,7 @@ class ReadRequest(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        """Return whether each process reads a leaf in full: if it is packed, or flat in only one of the layouts."""
+        """Return whether each process must read the full leaf, because it is packed, or only one layout is flat."""
         return bool(self.saved.pieces) or (self.saved.kind == "flat") != (self.leaf.kind == "flat")
 
 
@@ -77,7 +77,7 @@ class ArrayHandler(type_handlers.ArrayHandler):
         self.copies: list[Future[None]] = []  # not given to orbax, which logs errors of its futures
 
     async def serialize(self, values: Sequence[Any], infos: Sequence[Any], args: Any = None) -> Sequence[Any]:
-        """Copy the values to host memory and begin to write them. Return futures that end when all are on disk."""
+        """Copy the values to host memory and begin to write them. Return a future of each write to disk."""
         infos = [info.replace(byte_limiter=None) for info in infos]  # a limiter works only in its own event loop
         entries = list(zip(values, infos, args or [ocp.SaveArgs()] * len(values), strict=True))
         arrays = [entry for entry in entries if not isinstance(entry[0], ChunkedSource)]
@@ -166,7 +166,7 @@ def write_chunk(
 
 
 def wait_for(futures: Sequence[Any]) -> None:
-    """Block until every future has ended, then raise the first error, after which the caller removes the folder."""
+    """Block until every future has ended, so that the caller can remove the folder. Then raise the first error."""
     if failures := [failure for future in futures if (failure := attempt(future.result))]:
         raise CheckpointError(failures[0])
 
@@ -207,7 +207,7 @@ def as_keys(x: jax.Array, one: ReadRequest) -> jax.Array:
 
 
 def read_part(directory: Path, saved: SavedLeaf, leaf: Leaf, box: tuple[slice, ...]) -> np.ndarray:
-    """Read a part of a leaf, and return it as `leaf` stores it. `box` has a start and an end for each dim."""
+    """Read the part `box` of the leaf `saved`, as `leaf` stores it. `box` has one slice per dim of that storage."""
     if (saved.kind == "flat") == (leaf.kind == "flat"):  # the storages differ in padding and type at most
         return as_type(read_box(directory, saved, box), leaf)
     whole = read_box(directory, saved, tuple(slice(0, size) for size in saved.data_shape))
@@ -215,7 +215,7 @@ def read_part(directory: Path, saved: SavedLeaf, leaf: Leaf, box: tuple[slice, .
 
 
 def as_stored(values: np.ndarray, leaf: Leaf) -> np.ndarray:
-    """Return all values of a leaf, without padding, as `leaf` stores them."""
+    """Return the storage, with padding, of a leaf with the layout `leaf`. `values` are all values, without padding."""
     stored = np.zeros(leaf.storage_shape, leaf.dtype)
     values = values.reshape(-1 if leaf.kind == "flat" else leaf.shape)
     stored[tuple(map(slice, values.shape))] = as_type(values, leaf)
@@ -230,8 +230,8 @@ def as_type(values: np.ndarray, leaf: Leaf) -> np.ndarray:
 def read_box(directory: Path, saved: SavedLeaf, box: tuple[slice, ...]) -> np.ndarray:
     """Read a part of a leaf's storage into host memory. If the leaf is flat, `box` has one slice.
 
-    Every slice of `box` has a start and an end. Elements beyond the leaf's logical shape are padding, and become zeros,
-    so `box` may be of a storage with other padding than was saved. Raise a `CheckpointError` for unreadable files.
+    Every slice of `box` has a start and an end, which may exceed the logical shape, because the new storage may have
+    more padding. The result has zeros there. Raise a `CheckpointError` for unreadable files.
     """
     rank = len(saved.data_shape)  # the data of PRNG keys has further dims, which are never padded
     edges = zip(box[:rank], saved.data_shape, strict=True)
@@ -254,7 +254,7 @@ def read_box(directory: Path, saved: SavedLeaf, box: tuple[slice, ...]) -> np.nd
 
 
 def read_packed(directory: Path, leaf: SavedLeaf) -> np.ndarray:
-    """Read and verify the storage of a packed leaf. Its pieces cover the entire storage."""
+    """Read and verify the storage of a packed leaf. The leaf's pieces cover the entire storage."""
     ends = [[i + n for i, n in zip(piece.start, piece.shape, strict=True)] for piece in leaf.pieces]
     storage = np.empty([max(dim) for dim in zip(*ends, strict=True)], leaf.storage_dtype)
     for piece, end in zip(leaf.pieces, ends, strict=True):
@@ -271,7 +271,7 @@ def read_packed(directory: Path, leaf: SavedLeaf) -> np.ndarray:
 
 
 def read_files(folder: Path, box: tuple[slice, ...], out: np.ndarray) -> None:
-    """Read a box of a large leaf from its files, which are uncompressed zarr, into an array of the box's shape.
+    """Read a box of a large leaf from the leaf's files (uncompressed zarr) into `out`, which has the box's shape.
 
     Only the needed bytes are read. TensorStore would read each file as a whole for every chunk of a leaf, and hold a
     whole shard in host memory in addition to the chunk. `manifest.py` has checked the form and the size of all files.
@@ -294,7 +294,7 @@ def read_files(folder: Path, box: tuple[slice, ...], out: np.ndarray) -> None:
 def copy_rows(
     file: IO[bytes], offset: int, shape: tuple[int, ...], box: list[tuple[int, int]], out: np.ndarray
 ) -> None:
-    """Copy a box of an array that begins at `offset` of a file. `box` has a start and an end for each dim."""
+    """Copy a box of an array into `out`. The array begins at byte `offset` of the file, and has this `shape`."""
     row_bytes, (start, stop) = math.prod(shape[1:]) * out.itemsize, box[0]
     if row_bytes > BLOCK_BYTES and len(shape) > 1:
         for i in range(start, stop):

@@ -38,7 +38,7 @@ class Checkpointer:
     Attributes:
         directory: The folder of the checkpoints. Only one run at a time can write to it.
         keep: How many of the newest checkpoints are kept. None keeps all checkpoints.
-        every: `save` skips steps that are not multiples of this number, unless `force=True`.
+        every: `save` skips steps that are not multiples of `every`, unless `force=True`.
         timeout: Seconds to wait for the other processes before an error is raised.
     """
 
@@ -76,7 +76,7 @@ class Checkpointer:
             raise ValueError('Checkpointer("") names no folder. Give one, such as "runs/gpt", or "." for this one.')
         self.directory = Path(directory).expanduser().absolute()
         self.keep, self.every, self.timeout, self.read_only = keep, every, timeout, read_only
-        # All processes open checkpointers in the same order, so their serial numbers agree.
+        # All processes open checkpointers in the same order, so their messages have equal numbers in `Processes`.
         self._processes = Processes("checkpoint", timeout, error=CheckpointError)
         self._last_save: Save | None = None
         self._lock: Lock | None = None
@@ -115,14 +115,14 @@ class Checkpointer:
         Args:
             state: The state of the run.
             data: Small data to save with the state: a pytree of plain values, arrays, and objects with `get_state`
-                and `set_state`, such as grain's iterators. Each process writes its data into one JSON file.
+                and `set_state`, such as grain's iterators. Each process writes a JSON file with its data.
             step: The number of the step. The default, `int(state.step)`, waits until the step is computed. To avoid
                 this wait, pass the step count of the training loop.
             force: Save even if the step is not a multiple of `every`.
 
         Returns:
-            True if a save was started. False if the step is not a multiple of `every`, or if the last save of this
-            object was of the same step.
+            True if a save was started. False if the step is skipped because it is not a multiple of `every`, or because
+            the last save of this object was of the same step and has not failed.
 
         Raises:
             CheckpointError: If this save cannot begin, or if the previous save failed. The message gives the reason
@@ -167,14 +167,14 @@ class Checkpointer:
                 saved values are returned in its pytree nodes. None returns the data in plain containers.
             fallback: If the checkpoint is damaged, warn, and restore the newest intact checkpoint instead.
             partial: What to do if checkpoint and `like` differ. False raises an error. True restores the leaves that
-                match, also `step` and the optimizer's counts, and keeps all other leaves of `like`. `"params"` restores
-                only matching parameters and mutable state, for a new run that begins with the weights of another run.
+                match, including `step` and the optimizer's counts, and keeps all other leaves of `like`. `"params"`
+                restores only matching parameters and mutable state, to begin a new run with the weights of another run.
 
         Returns:
             A `Restored` with the state, the data, the step, and the names of leaves that were not restored.
 
         Raises:
-            CheckpointError: If there is no such checkpoint, or another run replaced it while it was read.
+            CheckpointError: If there is no such checkpoint, or another run replaced the checkpoint while it was read.
             DamagedError: If the checkpoint is damaged. The message names leaf, file, and the newest intact step.
             TypeError: If `like` is not a `ZeroState`, or `step` is not an integer.
             ValueError: If checkpoint and `like` differ in optimizer, or in the names, shapes or types of leaves.
@@ -220,7 +220,7 @@ class Checkpointer:
             return retried(lambda: verify_steps(self.directory, step))
 
     def wait(self) -> None:
-        """Wait until the save under way is on disk.
+        """Wait until the save under way is on disk. If no save is under way, return at once.
 
         Raises:
             CheckpointError: If the save failed.
@@ -258,7 +258,7 @@ class Checkpointer:
             except CheckpointError:
                 self._unlock()
                 raise
-            self._unlock()  # not after an interrupt: the save goes on, and is finished at exit or by another `close`
+            self._unlock()  # not after an interrupt: the save goes on, and the exit or another `close` waits for it
 
     def _unlock(self) -> None:
         OPEN.discard(self)
@@ -270,7 +270,7 @@ class Checkpointer:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        """Close the checkpointer. If the block raised an error, a failed save only warns, to keep the error visible."""
+        """Close the checkpointer. If the block raised an error, a failed save only warns, so that the error is seen."""
         try:
             self.close()
         except CheckpointError as failure:
@@ -285,7 +285,7 @@ KNOWN: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
 
 
 def after_fork() -> None:
-    """Forget all saves in a forked child. Their threads exist only in the parent, and may hold a mutex there."""
+    """Forget all saves in a forked child. The threads of saves exist only in the parent, where one may hold a mutex."""
     OPEN.clear()
     for one in list(KNOWN):
         one._mutex, one._last_save = threading.RLock(), None

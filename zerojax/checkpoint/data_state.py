@@ -59,7 +59,7 @@ def encode_array(x: Any) -> dict:
 
 
 def decode(tagged: dict) -> Any:
-    """Undo `encode` for one dict that names a type. The values in the dict are already decoded."""
+    """Undo `encode` for one dict that names a type. `json.loads` calls this for inner dicts first, as `object_hook`."""
     if "tuple" in tagged:
         return tuple(tagged["tuple"])
     if "dict" in tagged:
@@ -73,9 +73,9 @@ def decode(tagged: dict) -> Any:
 
 
 def fill(template: Any, saved: Any) -> Any:
-    """Return `saved` in the pytree nodes of `template`. Its objects with `set_state` are set to their saved states.
+    """Return `saved` in the pytree nodes of `template`, whose objects with `set_state` are set to their saved states.
 
-    Raise a `ValueError` if the structures differ. Without a template, return `saved`, in plain containers.
+    Raise a `ValueError` if structures differ, except in a list's length. Without a template, return plain containers.
     """
     if template is None:
         return saved
@@ -83,7 +83,7 @@ def fill(template: Any, saved: Any) -> Any:
         template.set_state(saved)
         return template
     if type(template) in (list, tuple) and type(template) is type(saved) and len(template) != len(saved):
-        return saved  # a list that grows during the run, such as a list of losses
+        return saved  # such as a list of losses, which grows during the run
     if isinstance(template, dict) and isinstance(saved, dict) and template.keys() == saved.keys():
         return {key: fill(x, saved[key]) for key, x in template.items()}
     children, node = jax.tree.flatten(template, is_leaf=lambda x: x is not template)

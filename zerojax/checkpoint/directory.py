@@ -63,8 +63,8 @@ def steps_in(directory: Path) -> list[int]:
 def clean(directory: Path) -> None:
     """Remove the folders of killed saves. If a killed save was replacing a checkpoint, restore the old checkpoint.
 
-    The caller holds the directory's lock. Locked folders stay, because another run may still write if the lock file was
-    deleted. Log the outcome for each folder.
+    The caller holds the directory's lock. A locked folder stays, because another run may still be writing to it (if the
+    directory's lock file was deleted). Log the outcome for each folder.
     """
     for entry in sorted(directory.iterdir()):
         if not OURS.fullmatch(entry.name):
@@ -106,7 +106,7 @@ def is_locked(temporary: Path) -> bool:
 def commit(temporary: Path, step: int) -> None:
     """Rename a complete folder to the folder name of a step. All files of the folder are already on disk.
 
-    If the step already has a checkpoint, the old checkpoint is removed. Any other folder of that name is renamed.
+    If the step already has a checkpoint, the old checkpoint is removed. Any other folder with this name is renamed.
     """
     directory, final = temporary.parent, temporary.parent / step_name(step)
     old = directory / f"{OLD}{final.name}"
@@ -141,7 +141,7 @@ def rename_later_steps(directory: Path, step: int) -> None:
 
 
 def prune(directory: Path, keep: int | None) -> None:
-    """Remove all but the newest `keep` checkpoints, and all but the newest `keep` folders named `.aside`.
+    """Remove all but the newest `keep` checkpoints and the newest `keep` folders named `.aside`; None keeps all.
 
     A folder is renamed before it is removed, so that a killed run leaves no incomplete checkpoint. A folder without a
     manifest stays, because another program may use the same names.

@@ -33,7 +33,6 @@ class DamagedError(CheckpointError):
 
 
 def no_zero_state(wanted: str, found: Any) -> TypeError:
-    """Return the error for a value that is not the wanted `ZeroState`."""
     return TypeError(
         f"{wanted} a ZeroState, as tx.create makes it for tx.train_step, not {type(found).__name__}. The state of your "
         f"own loop, such as a TrainState, is a tree of sharded arrays: orbax.checkpoint.StandardCheckpointer saves it "

@@ -79,7 +79,7 @@ def export(
         TensorSource(path, tuple(leaf.shape), x.dtype, functools.partial(gather_to_host, x, leaf))
         for path, x, leaf in stored_params(state)
     ]
-    processes = Processes("export", error=CheckpointError)  # the others would wait for a process that raises an error
+    processes = Processes("export", error=CheckpointError)  # so that no process waits for one that raised an error
     processes.agree("export", attempt(check_target, Path(path).expanduser()) if processes.is_first else "")
     return write_sources(sources, path, mapping, dtype, file_bytes)
 
@@ -250,7 +250,7 @@ def write_sources(
     dtype: Any,
     file_bytes: float | str,
 ) -> list[Path]:
-    """Write leaves into a temporary folder, and rename it when it is complete. See `export` for the arguments."""
+    """Write leaves into a temporary folder, and rename the complete folder. Only the first process writes."""
     file_bytes = parse_bytes("file_bytes", file_bytes, least=1)
     tensors = tensors_of(sources, mapping, dtype)
     if jax.process_index() > 0:

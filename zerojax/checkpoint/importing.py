@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 BLOCK_BYTES = 1 << 20
 
-# The tensors of one leaf. Maps each index of the leaf's stacked dims to a tensor and the section of it to read.
+# The tensors of one leaf. Maps each index of the leaf's stacked dims to a tensor's header, and the section to read.
 Tensors = dict[tuple[int, ...], tuple[Header, Section]]
 
 
@@ -41,8 +41,8 @@ def import_params(path: str | Path, like: ZeroState | PyTree, *, mapping: Names 
         path: A folder, or one file.
         like: A state or a tree of parameters, with arrays or shapes as leaves. The names, shapes, types and shardings
             of the result are those of `like`. Floating tensors are cast to its types.
-        mapping: Maps names in the file to leaves, as `zerojax.checkpoint.mapping` describes. None expects the keys of
-            each leaf joined by dots, as `export` writes them.
+        mapping: Maps names in the file to leaves, as `zerojax.checkpoint.mapping` describes. None expects that
+            each tensor's name is a leaf's keys joined by dots, as in the files that `export` writes.
 
     Returns:
         Parameters in the layout of `like`. For a state, they have the types of its master weights, as `tx.create`
@@ -52,9 +52,9 @@ def import_params(path: str | Path, like: ZeroState | PyTree, *, mapping: Names 
     Raises:
         FileNotFoundError: If there are no files, or a file is missing.
         TypeError: If `mapping` is not a mapping.
-        ValueError: If a file is damaged, a tensor is missing or differs in shape or kind of type, or the mapping does
-            not fit. A mapping must name every tensor. Without a mapping, tensors that belong to no leaf are only a
-            warning. The error lists every mismatch.
+        ValueError: If a file is damaged; if a tensor is missing, or has another shape or a type of another kind (such
+            as integers for floats); or if the mapping does not fit. A mapping must name every tensor. Without a
+            mapping, tensors that belong to no leaf only cause a warning. The error lists every mismatch.
     """
     headers = read_headers(Path(path).expanduser())
     tree = master_shapes(like) if isinstance(like, ZeroState) else like
@@ -109,7 +109,7 @@ def read_leaf(like: Any, read: Callable[[tuple[slice, ...]], np.ndarray]) -> Any
 
 
 def read_shard(tensors: Tensors, like: Any, box: tuple[slice, ...]) -> np.ndarray:
-    """Read a part of a leaf's storage, and pad it with zeros. `like` has the leaf's logical shape, and its type."""
+    """Read a part of a leaf's storage, and pad it with zeros. `like` has the leaf's logical shape and type."""
     inside = [slice(min(one.start, n), min(one.stop, n)) for one, n in zip(box, like.shape, strict=True)]
     shard = np.zeros([one.stop - one.start for one in box], like.dtype)
     if not tensors:  # a stacked leaf whose leading dim has size 0

@@ -70,7 +70,7 @@ def create_like(config: Config, params: Any, mutable: Any) -> ZeroState:
 
 
 def check_processes(old: Mesh, new: Mesh) -> None:
-    """Raise a `ValueError` if a process has devices of only one of the meshes. JAX could not copy its values."""
+    """Raise a `ValueError` if a process has devices of only one mesh: JAX could not copy the process's values."""
     before, after = ({device.process_index for device in mesh.devices.flat} for mesh in (old, new))
     if before != after:
         raise ValueError(
@@ -81,14 +81,14 @@ def check_processes(old: Mesh, new: Mesh) -> None:
 
 
 def with_experts(to: Config, leaf: Leaf) -> jax.ShapeDtypeStruct:
-    """Return the logical shape of a leaf. An expert stays divided only over the expert axes of `to`."""
+    """Return the logical shape of a leaf, sharded only over those of its mesh axes that are expert axes of `to`."""
     entries = [tuple(axis for axis in entry_axes(entry) if axis in to.expert_axis) for entry in leaf.others]
     sharding = NamedSharding(to.mesh, PartitionSpec(*map(spec_entry, entries))) if any(entries) else None
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
 def moved_state(state: ZeroState, like: ZeroState, *, donate: bool) -> ZeroState:
-    """Return the state in the layout of `like`, which has shapes. If `donate`, free each array when it is moved."""
+    """Return the state in the layout of `like`, a state of shapes. If `donate` is true, free each moved array."""
     given = state_leaves(state)
     description = description_of(state.plan.tx, state.plan.trained)
     records = tuple(map(record_of, given.values()))
@@ -124,7 +124,7 @@ def open_files(nodes: list[Any]) -> None:
     """Open the files of leaves on disk before anything is freed. This fails if another state uses their folder.
 
     Raises:
-        DiskError: If a process cannot open its files. All processes raise it, so that none waits for this process.
+        DiskError: If a process cannot open its files. All processes raise this error, so that none waits for another.
     """
     files = dict.fromkeys(x.leaf_files.state_files for x in nodes if is_chunked(x) and x.leaf_files is not None)
     if not files:
@@ -155,7 +155,7 @@ def free(nodes: list[Any], *, keep: list[Any]) -> None:
 
 
 def is_same(given: StateLeaf, wanted: StateLeaf) -> bool:
-    """Return whether an array has the wanted layout, type and devices. Leaves on disk must always be copied."""
+    """Return whether `given` is already stored as `wanted` is. False for leaves on disk, which are always copied."""
     x, like = given.array, wanted.array
     if is_chunked(x) and is_chunked(like):
         parts = lambda node: (node.leaf, node.chunking, node.sharding)
@@ -166,7 +166,7 @@ def is_same(given: StateLeaf, wanted: StateLeaf) -> bool:
 
 
 def moved_leaf(given: StateLeaf, saved: SavedLeaf, wanted: StateLeaf) -> Any:
-    """Move one leaf, with its record `saved`. Return it as `wanted` is stored: on the devices, the host or disk."""
+    """Move the leaf `given`, whose record is `saved`, to the place where `wanted` is: the devices, the host or disk."""
     node = wanted.array
     if saved.is_empty:
         return jnp.zeros(node.shape, node.dtype, device=node.sharding)
@@ -182,7 +182,7 @@ def moved_leaf(given: StateLeaf, saved: SavedLeaf, wanted: StateLeaf) -> Any:
 
 
 def moved_through_host(x: jax.Array, request: ReadRequest) -> jax.Array:
-    """Move one leaf through host memory. A leaf that spans processes is gathered first: JAX has no direct copy."""
+    """Move one leaf through host memory. If it spans processes, replicate it first, so each host has all values."""
     saved = request.saved
     x = x if saved.key is None else jax.random.key_data(x)
     if isinstance(x, jax.Array) and not x.is_fully_addressable:

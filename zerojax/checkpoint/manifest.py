@@ -3,7 +3,7 @@
 The manifest lists the leaves, and the size and sha256 of every other file. `manifest.sha256` has the digest of
 `manifest.json` itself, in the format of the command `sha256sum`. Every file is read and digested before the checkpoint
 is used: `damage_in` checks that each file of the manifest has the bytes that were written, and `lacking` checks that
-the manifest lists all files that its leaves need. The same two functions check a checkpoint before it is committed.
+the manifest lists all files that its leaves need. A save runs both before a commit, `damage_in` only on packed leaves.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ARRAYS = "arrays"
 VERSION = 2
 # (leaf, file, problem). The name of the leaf is empty if the file belongs to no leaf.
 Damage = tuple[str, str, str]
-NAMED = 5
+NAMED = 5  # the number of damaged files that an error names
 OTHER = "has other contents than were written"
 
 T = TypeVar("T")
@@ -83,7 +83,7 @@ class SavedLeaf:
 
     @property
     def data_shape(self) -> tuple[int, ...]:
-        """Return the shape of the stored values without padding, in which a flat leaf has one dim."""
+        """Return the shape of the leaf's stored values without padding. A flat leaf has one dim."""
         return (math.prod(self.shape),) if self.kind == "flat" else self.shape
 
     @property
@@ -108,7 +108,7 @@ class Manifest:
         return names[0] if arrays == ARRAYS and separator and names else ""
 
     def packed(self) -> dict[str, list[tuple[SavedLeaf, PackedPiece]]]:
-        """Return the pieces of each file of packed leaves. They are in the order of the leaves, as in the file."""
+        """Return the pieces in each file of packed leaves, with their leaves, in the order of `leaves`."""
         files: dict[str, list[tuple[SavedLeaf, PackedPiece]]] = {}
         for leaf in self.leaves:
             for one in leaf.pieces:
@@ -169,7 +169,7 @@ def parse_piece(body: dict[str, Any]) -> PackedPiece:
 
 
 def plain_file(directory: Path, name: str) -> Path:
-    """Return the path of a file of a checkpoint. Raise an `OSError` for a link, a pipe, or a path out of the folder."""
+    """Return the path of a file of a checkpoint. Raise an `OSError` for a link, a pipe, or a file elsewhere."""
     root = os.path.realpath(directory)
     path = os.path.realpath(directory / name, strict=True)
     if path != f"{root}{os.sep}{name}" or not os.path.isfile(path):
@@ -211,11 +211,13 @@ def retried(work: Callable[[], T]) -> T:
 
 
 def newest_verified(root: Path, step: int | None, fallback: bool, processes: Processes) -> Manifest:
-    """Check the files of `step`'s checkpoint (None means the newest step), and return the checkpoint's manifest.
+    """Verify the checkpoint of `step` (None means the newest step), and return its manifest.
+
+    If the checkpoint is damaged and `fallback` is true, warn, and return the manifest of the newest intact checkpoint.
 
     Raises:
         CheckpointError: If there is no such checkpoint, or another run removed the checkpoint while it was verified.
-        DamagedError: If the checkpoint is damaged. With `fallback`, only if every other checkpoint is damaged, too.
+        DamagedError: If the checkpoint is damaged and `fallback` is false, or if all checkpoints are damaged.
     """
     # The first process decides: a shared file system may show an older list to other processes.
     steps = json.loads(processes.exchange("list the checkpoints", json.dumps(steps_in(root)))[0])
@@ -248,7 +250,7 @@ def existing_step(root: Path, step: int | None, steps: Sequence[int]) -> int:
 
 
 def verified(root: Path, step: int, processes: Processes | None = None) -> Manifest:
-    """Return the manifest of a checkpoint, or raise a `DamagedError`. Each process verifies its share of the files."""
+    """Verify a checkpoint. Return its manifest, or raise a `DamagedError`. If given, `processes` divide the files."""
     folder = root / step_name(step)
     manifest = read_manifest(folder)
     index, count = (0, 1) if processes is None else (processes.index, processes.count)
@@ -273,7 +275,7 @@ def verified(root: Path, step: int, processes: Processes | None = None) -> Manif
 
 @contextlib.contextmanager
 def reading(root: Path, manifest: Manifest) -> Iterator[None]:
-    """Enter a context in which a verified checkpoint is read. At its end, raise an error if another run replaced it.
+    """Enter a context that reads a verified checkpoint. At the end, raise an error if another run replaced the files.
 
     Without this check, leaves of two checkpoints of the same step could be mixed.
     """
@@ -313,7 +315,7 @@ def damage_in(directory: Path, manifest: Manifest, names: Sequence[str] | Mappin
             problem, leaves = "is missing", [leaf.name for leaf, _ in pieces]
         except (OSError, ValueError) as error:
             problem, leaves = f"cannot be read: {getattr(error, 'strerror', error)}", []
-        # A leaf can be damaged although the file's digest is right: the leaf's digest is computed before it is written.
+        # A file's digest is computed after the file is written, so a leaf can be damaged although the digest is right.
         problem = problem or (OTHER if leaves else "")
         return [(leaf, name, problem) for leaf in dict.fromkeys(leaves) or [manifest.leaf_of(name)] if problem]
 
@@ -322,7 +324,7 @@ def damage_in(directory: Path, manifest: Manifest, names: Sequence[str] | Mappin
 
 
 def lacking(directory: Path, manifest: Manifest) -> list[Damage]:
-    """Return the files of leaves and processes that the manifest lacks, or lists with another size than needed."""
+    """Return, as damage, the files that a checkpoint needs, but that its manifest lacks or lists with a wrong size."""
     folders = {f"{ARRAYS}/{leaf.folder}": leaf for leaf in manifest.leaves if leaf.folder}
     needed = [("", data_file(i)) for i in range(manifest.made_by["processes"])]
     needed += [(leaf.name, one.file) for leaf in manifest.leaves for one in leaf.pieces]

@@ -178,7 +178,7 @@ def sections_of(template: str, target: Target, leaves: Any, claims: dict[int, st
 
 
 def fitted_sections(name: str, sections: list[Section], count: int) -> list[Section]:
-    """Return the sections of one tensor, with `start` set. Raise a `ValueError` if the sections do not fit together."""
+    """Return the sections of one tensor, each with its `start`. Raise a `ValueError` if they do not fit together."""
     if len(sections) != count:
         raise ValueError(f"{name!r} is for {count} parameters, and there are {len(sections)}")
     ways = {(one.pattern.left, one.pattern.divided) for one in sections}

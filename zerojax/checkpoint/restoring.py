@@ -152,10 +152,10 @@ class Match:
 
 
 def match(manifest: Manifest, like: ZeroState, *, partial: bool | str, where: str, remedy: str) -> Match:
-    """Match saved leaves with those of `like` by name. Raise a `ValueError` if they differ, unless `partial` is true.
+    """Match saved leaves with those of `like` by name.
 
-    With `partial="params"`, leaves of other fields than parameters and mutable state do not match. `where` names the
-    saved state in errors, and `remedy` is the last sentence of errors.
+    If leaves differ and `partial` is False, or if no parameter matches, raise a `ValueError`, which names the saved
+    state `where` and ends with `remedy`. With `partial="params"`, only parameters and mutable state can match.
     """
     saved, wanted = manifest.leaves, state_leaves(like)
     by_name = {leaf.name: leaf for leaf in saved}
@@ -223,11 +223,11 @@ def widens_exactly(narrow: Any, wide: Any) -> bool:
 
 
 def other_optimizer(manifest: Manifest, plan: ShardingPlan, where: str, remedy: str) -> str:
-    """Raise an error if the saved transformation has another structure. Return a warning if it computes another update.
+    """Compare the saved transformation with that of `plan`. Transformations may differ although their leaves are equal.
 
-    Comparing leaves is not enough: different transformations may have the same leaves. If another version of JAX or
-    optax saved the checkpoint, another structure is only a warning, and programs are not compared, because they may
-    differ for the same update. Without differences, or a description (from an early zerojax), return an empty string.
+    Raise an error if the structures differ, and return a warning if only the programs differ. If another version of JAX
+    or optax saved the checkpoint, return a warning if the structures differ, and do not compare the programs, which may
+    differ for the same update. Otherwise, or if an early zerojax saved no description, return an empty string.
     """
     saved = manifest.transformation
     if saved is None:

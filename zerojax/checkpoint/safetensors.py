@@ -31,7 +31,7 @@ METADATA = "__metadata__"  # the header's key for metadata; all other keys are n
 
 
 class Tensor(NamedTuple):
-    """An array to write. `fetch` returns its values. It is called only when the array is written."""
+    """An array to write. `fetch` returns the array's values, and is called only when the array is written."""
 
     name: str
     shape: tuple[int, ...]
@@ -108,7 +108,7 @@ class Header(NamedTuple):
 
 
 def read_headers(path: Path) -> dict[str, Header]:
-    """Return the header of each tensor, by name, of a file, or of all files of a folder.
+    """Return the headers of all tensors in a file, or in the files of a folder, by the tensor's name.
 
     Raises:
         FileNotFoundError: If there is no file, or a file that the index names is missing.

@@ -67,7 +67,7 @@ Box = tuple[str, tuple[int, ...], np.ndarray]
 
 
 class Save:
-    """A save that is under way or done. `error` says why it failed, and is None otherwise."""
+    """A save that is under way or done. If the save failed, `error` is the error to raise; otherwise None."""
 
     def __init__(self, root: Path, step: int, *, keep: int | None, processes: Processes):
         """Prepare a save of `step` into `root`. `keep` and `processes` are those of the `Checkpointer`."""
@@ -254,9 +254,9 @@ def record_of(one: StateLeaf, folder: str = "") -> SavedLeaf:
 
 
 def folder_name(path: tuple[str, ...], taken: Collection[str]) -> str:
-    """Return a folder name made of a leaf's keys. Names that differ only in case are equal on some file systems.
+    """Return a folder name made of a leaf's keys. If this name is taken, append "~" and a number.
 
-    `taken` has the names of the leaves before, in lower case. A name that is taken ends with "~" and a number.
+    `taken` has the names of earlier leaves, in lower case, because some file systems do not distinguish case.
     """
     name = ".".join(quote(key, safe="") for key in path).replace("~", "%7E")[:MAX_FOLDER_NAME]
     return f"{name}~{len(taken)}" if name.lower() in taken else name

@@ -34,7 +34,7 @@ class StateLeaf:
     path: tuple[str, ...]  # the leaf's keys, starting with the field of the state
     leaf: Leaf  # the layout of the array
     array: Any  # an array, or a shape with a sharding; in storage shape
-    narrow: bool = False  # whether the stored type is narrower than the update's, so that saved values may be rounded
+    narrow: bool = False  # whether the type is narrower than the update's, so that a restore may round saved values
 
     @property
     def dtype(self) -> str:

@@ -96,7 +96,6 @@ class Offload:
         object.__setattr__(self, "where", checked_where("Offload(where=)", self.where))
 
     def _check_together(self) -> None:
-        """Raise a ValueError if fields contradict each other."""
         with_params = {"optimizer": "disk", "fraction": 1, "where": None, "update": "device"}
         for name, wanted in with_params.items() if self.params == "disk" else ():
             if (given := getattr(self, name)) != wanted:
