@@ -211,7 +211,7 @@ def retried(work: Callable[[], T]) -> T:
 
 
 def newest_verified(root: Path, step: int | None, fallback: bool, processes: Processes) -> Manifest:
-    """Verify the checkpoint of `step` (None means the newest step), and return its manifest.
+    """Check the files of the checkpoint of `step` (None means the newest step), and return its manifest.
 
     If the checkpoint is damaged and `fallback` is true, warn, and return the manifest of the newest intact checkpoint.
 
@@ -250,7 +250,7 @@ def existing_step(root: Path, step: int | None, steps: Sequence[int]) -> int:
 
 
 def verified(root: Path, step: int, processes: Processes | None = None) -> Manifest:
-    """Verify a checkpoint. Return its manifest, or raise a `DamagedError`. If given, `processes` divide the files."""
+    """Check the files of a checkpoint, shared among `processes`. Return its manifest, or raise a `DamagedError`."""
     folder = root / step_name(step)
     manifest = read_manifest(folder)
     index, count = (0, 1) if processes is None else (processes.index, processes.count)

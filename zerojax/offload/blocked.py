@@ -5,8 +5,8 @@ again. So AdamW moves 40 bytes per parameter, although 28 are enough. This file 
 fit into the first cache. Each output overwrites an operand that no later output reads. Newer versions of XLA:CPU
 compile this loop into one kernel, in which the arithmetic of a block overlaps with the loads of the next block. Older
 versions run the loop's body as many small kernels, which is slow, so with them the function is evaluated on full
-arrays. A function is also evaluated on full arrays if in every order an output overwrites an operand of a later output,
-such as momentum with decayed weights in its gradient.
+arrays. A function is also evaluated on full arrays if there is no safe order of the outputs. For example, with momentum
+and weight decay, the new parameter and the new momentum both read the old parameter and the old momentum.
 """
 
 import math
@@ -67,7 +67,7 @@ def in_blocks(
 
 
 def _loop(fn, wide, scalars, overwrites, dtypes, block, order):
-    """Process the blocks of flat operands in order. The last block may overlap the previous block."""
+    """Process the blocks of flat operands in order. All blocks have one size, so the last two blocks may overlap."""
     size = wide[0].size
     kept = {i: x for i, x in enumerate(wide) if i not in overwrites}
     fresh = lambda dtype: _in_memory_of(jnp.zeros(size, dtype), wide[0])
@@ -93,7 +93,7 @@ def _loop(fn, wide, scalars, overwrites, dtypes, block, order):
 
 
 def _in_place(jaxpr, wide, overwrites) -> list[int] | None:
-    """Order the outputs so that none overwrites an operand that a later output reads, or return None if impossible.
+    """Return an order in which no output overwrites an operand that a later output reads, or None if there is none.
 
     In any other order, XLA would first copy full arrays.
     """

@@ -41,7 +41,7 @@ class Chunking:
         return tuple(zip(starts, self.extents, strict=False))  # `starts` has one more item: the end of the last chunk
 
     def chunk_shape(self, leaf: Leaf, extent: int) -> tuple[int, ...]:
-        """Return the global shape of a chunk, which joins the chunks of all devices along `dim`."""
+        """Return the global shape of a chunk that has length `extent` along `dim` in each device's shard."""
         shards = leaf.storage_shape[self.dim] // leaf.local_shape[self.dim]
         return replace_at(leaf.storage_shape, self.dim, extent * shards)
 
@@ -74,12 +74,12 @@ MOST_ROWS = 256
 
 
 def row_chunkings_of(leaves: Sequence[Leaf], chunk_bytes: int) -> dict[int, Chunking]:
-    """Divide sharded parameters on disk into chunks, by index. Their gradients and state are divided in the same way.
+    """Return the chunking of each sharded parameter on disk, by index. Gradients and state are divided like parameters.
 
     Each layer of a stack is one chunk, so that a scan reads the layer alone. The loss is not known here, so shapes tell
     which arrays are stacks. An array of three or more dims is a stack if its dim 0 is not sharded and at most
-    `MOST_ROWS` long. A matrix, such as the biases of all layers, is a stack only if it has as many rows as such an
-    array. All other arrays are divided by `chunking_of`.
+    `MOST_ROWS` long. A matrix, such as the biases of all layers, is a stack only if one of these stacks has as
+    many rows. All other arrays are divided by `chunking_of`.
     """
     may_be = {
         i: leaf.shape[0]
@@ -110,7 +110,7 @@ class ChunkedLayout:
 class Chunked(ChunkedLayout, ChunkedNode):
     """An optimizer state leaf in host memory or on disk, or a parameter on disk, in chunks. A pytree node.
 
-    `chunks[k]` contains chunk k of every device's shard, so the chunks do not always concatenate to the array.
+    `chunks[k]` contains chunk k of every device's shard, so concatenating the chunks does not always give the array.
     """
 
     # arrays in host memory; for a leaf on disk, one int32 scalar: the version of its files
@@ -141,7 +141,7 @@ def concrete_mesh(sharding: NamedSharding) -> Mesh:
 
 
 def parts_of(shape: tuple[int, ...], sharding: Sharding) -> dict[tuple[tuple[int, int], ...], list[jax.Device]]:
-    """Return the devices of this process that hold each part of an array. A part has a start and an end per dim."""
+    """Return the parts of an array in this process, and each part's devices. A part has a start and an end per dim."""
     devices: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}
     for device, index in sharding.addressable_devices_indices_map(shape).items():
         part = tuple(one.indices(size)[:2] for one, size in zip(index or (), shape, strict=True))
@@ -156,7 +156,7 @@ def host_shards(array: Array) -> list[np.ndarray]:
 
 
 def boxes_of(of: ChunkedLayout, n: int) -> list[tuple[slice, ...]]:
-    """Return, for each shard of chunk `n` in this process, its slices of the leaf's storage."""
+    """Return the slices of the leaf's storage that each shard of chunk `n` in this process covers."""
     dim, (start, length) = of.chunking.dim, of.chunking.chunks[n]
     boxes = []
     for part in parts_of(of.leaf.storage_shape, of.sharding):
@@ -174,7 +174,7 @@ def slice_chunk(
 
 
 def per_shard(mesh: Mesh, local: Any, leaf: Leaf, arrays: int) -> Any:
-    """Return a function that calls `local(*arrays, start)` on each device's shards of `arrays` arrays."""
+    """Return a function of `arrays` arrays and a start, which calls `local(*shards, start)` for each device."""
     spec = leaf.local_spec
     return mapped(
         local, mesh=mesh, in_specs=(*[spec] * arrays, PartitionSpec()), out_specs=spec, axis_names=set(leaf.axes)
@@ -216,7 +216,7 @@ def chunked_shape(config: Config, leaf: Leaf, chunking: Chunking) -> Chunked:
 
 
 def joined(node: Chunked) -> Shaped[Array, "*storage"]:
-    """Load an offloaded leaf as one array on the devices. Even a single chunk is copied, as a step donates it."""
+    """Load an offloaded leaf as one array on the devices. A single chunk is copied, too, as steps donate chunks."""
     chunks = (
         [to_memory(x, "device") for x in node.chunks] if node.leaf_files is None else node.leaf_files.load(*node.chunks)
     )
@@ -241,7 +241,7 @@ def filled(node: Chunked, read: Callable[[tuple[slice, ...]], np.ndarray]) -> Ch
 
 
 def assembled(shape: tuple[int, ...], sharding: Sharding, dtype: Any, values: Iterator) -> Array:
-    """Make an array of the next values, one for each part in `parts_of`. The host holds one value at a time."""
+    """Make an array from the iterator `values`, with one value per part in `parts_of`. The host holds one at a time."""
     shards = []
     for devices in parts_of(shape, sharding).values():
         value, kind = next(values), sharding.memory_kind
@@ -265,7 +265,7 @@ def replaced(node: Chunked, x: Shaped[Array, "*storage"]) -> Chunked:
 
 
 def kept(node: Chunked) -> Chunked:
-    """Return a copy of an offloaded leaf. A leaf on disk stays where it is, and belongs to the new state alone."""
+    """Return a copy of an offloaded leaf. A leaf on disk is not copied: its files go over to the new state."""
     if node.leaf_files is None:
         return replaced(node, joined(node))
     return dataclasses.replace(node, chunks=(node.leaf_files.keep(*node.chunks),))
@@ -281,7 +281,7 @@ def chunks_of(x: Shaped[Array, "*storage"], leaf: Leaf, chunking: Chunking) -> I
 
 @functools.lru_cache(maxsize=128)
 def jitted(fn: Callable, sharding: NamedSharding, *static: Any) -> Any:
-    """Return the jitted function `fn(mesh, ..., *static)`, whose results have this sharding on this mesh."""
+    """Return `fn(mesh, *arrays, *static)` as a jitted function of the arrays. Its results have this `sharding`."""
     mesh = concrete_mesh(sharding)
     return jax.jit(lambda *arrays: fn(mesh, *arrays, *static), out_shardings=sharding)
 

@@ -74,7 +74,7 @@ def aligned_buffer(size: int) -> memoryview:
 
 
 def aligned_zeros(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
-    """Return zeros in aligned memory, which JAX's arrays on CPU share. Memory of NumPy would be copied."""
+    """Return zeros in aligned memory. JAX on CPU uses aligned memory without a copy, but copies NumPy's own memory."""
     size = math.prod(shape)
     return np.frombuffer(aligned_buffer(max(1, size * dtype.itemsize)), dtype, size).reshape(shape)
 
@@ -95,7 +95,7 @@ def supports_direct(probe: Path) -> bool:
 def transfer(path: Path, content: memoryview, *, write: bool, direct: bool) -> int:
     """Write a buffer to a file, in place, or fill the buffer from the file. Return the number of bytes moved.
 
-    With `direct`, the page cache is not used. Then the buffer must be aligned and consist of complete blocks.
+    If `direct` is true, the page cache is not used, and the buffer must be aligned and consist of complete blocks.
     """
     flags, move = (os.O_WRONLY | os.O_CREAT, os.pwritev) if write else (os.O_RDONLY, os.preadv)
     handle = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | (_DIRECT if direct else 0), 0o644)
@@ -129,7 +129,7 @@ def done(value: Any) -> Future:
 
 
 def until_done(unfinished: set[Future], future: Future) -> Future:
-    """Add a future to a set until it is done."""
+    """Keep a future in the set `unfinished` until the future is done. Return the future."""
     unfinished.add(future)
     future.add_done_callback(unfinished.discard)
     return future
@@ -143,7 +143,7 @@ def give_back(free: queue.SimpleQueue[memoryview], memory: memoryview, most: int
 class DiskStore:
     """Keep chunks of optimizer state in a folder. Only one thread of one process may call the store.
 
-    Operations on a chunk run in the order of the calls. If a write fails, the next call raises a `DiskError`, once.
+    Operations on a chunk run in the order of the calls. If a write fails, only the next call raises a `DiskError`.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class DiskStore:
             threads: The number of reads and writes that run at a time.
 
         Raises:
-            DiskError: If the folder cannot be used; see `folder.claim`. Then no file is removed.
+            DiskError: If the folder cannot be used; see `folder.claim`. In this case, no file is removed.
         """
         self.path, self._specs = Path(path), tuple(specs)
         sizes = [spec.bytes for i, spec in enumerate(specs) if i not in in_memory]
@@ -190,7 +190,7 @@ class DiskStore:
     def read(self, index: int) -> Future[tuple[np.ndarray, ...]]:
         """Begin to read a chunk. The future raises a `DiskStateError` if the file is damaged.
 
-        The arrays' buffer is used again only when nothing refers to them. So JAX's arrays on CPU may share the buffer.
+        The buffer is used again only when nothing refers to its arrays. So JAX's arrays on CPU may share the buffer.
         """
         self._raise_failure()
         if index in self._in_memory:
@@ -261,8 +261,8 @@ class DiskStore:
     def _begin(self, work: Callable[..., Any], index: int, *args: Any) -> Future:
         """Let a thread run `work` after the earlier reads and writes of the chunk.
 
-        The thread blocks until they are done, and this always ends. Threads take work in the order of the calls, so all
-        earlier work has begun. Copies have another thread, and do not wait for work that is begun later.
+        The thread blocks until the earlier work is done. There is no deadlock: threads take work in the order of the
+        calls, so all earlier work has begun. Copies have another thread, and also wait only for earlier work.
         """
         future = self._threads.submit(work, list(self._begun[index]), index, *args)
         return until_done(self._begun[index], future)

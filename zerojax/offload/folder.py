@@ -27,8 +27,8 @@ class Lock:
     """An flock on an open file or folder.
 
     A lock belongs to the open file, which a forked child shares. If Python forked the child, the child closes its
-    handle at once. If C code did, the child keeps its handle, and with it the lock. So the parent unlocks the file
-    before closing it.
+    handle at once. If C code forked the child, the child keeps its handle, which keeps the file locked even after the
+    parent has closed the file. So the parent unlocks the file before closing it.
     """
 
     def __init__(self, handle: int):
@@ -43,7 +43,7 @@ class Lock:
         return self._handle is not None
 
     def release(self) -> None:
-        """Unlock and close the file. A forked child only closes it, so that the parent keeps the lock.
+        """Unlock and close the file. A forked child only closes the file, so that the parent keeps the lock.
 
         A second call does nothing.
         """
@@ -57,12 +57,12 @@ class Lock:
 
     def __del__(self, is_finalizing=sys.is_finalizing):
         """Unlock when nothing refers to the lock, because an error may have skipped `release`."""
-        if not is_finalizing():  # else Python has cleared the modules, and the end of the process unlocks
+        if not is_finalizing():  # if finalizing, Python has cleared the modules, and the process's end unlocks
             self.release()
 
 
 def lock(folder: Path) -> Lock:
-    """Lock a folder through the file `.zerojax.lock` in it, which has the process's ID.
+    """Lock a folder through the file `.zerojax.lock` in it, which then has this process's ID.
 
     Raises:
         DiskError: If a process has locked the folder. The error names the process.
@@ -155,8 +155,8 @@ def claim(folder: Path, sizes: Sequence[int]) -> Lock:
     """Make and lock a folder with room for files of these sizes, and remove the files of an earlier run.
 
     Raises:
-        DiskError: If the folder has other files, another process uses it, or the disk is too small. Then no file is
-            removed.
+        DiskError: If the folder has other files, another process uses it, or the disk is too small. In these cases, no
+            file is removed.
     """
     with contextlib.suppress(FileExistsError):
         folder.mkdir()
@@ -179,7 +179,7 @@ def claim(folder: Path, sizes: Sequence[int]) -> Lock:
 
 
 def leftovers(folder: Path) -> list[Path]:
-    """Return the chunk files of an earlier run. Without a lock file, no file counts as a chunk.
+    """Return the chunk files of an earlier run. If there is no lock file, no earlier run used the folder.
 
     Raises:
         DiskError: If the folder has other files.

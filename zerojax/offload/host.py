@@ -46,9 +46,9 @@ def to_memory(x: jax.Array, kind: str) -> jax.Array:
 
 
 def check_host_memory(mesh: Mesh, bytes_per_device: int, what: str) -> None:
-    """Raise a `MemoryError` on all processes if the host of one process has less memory than its devices need.
+    """Raise a `MemoryError` on all processes if the host of any process has less memory than the host's devices need.
 
-    `what` names the arrays in the error. All processes must call this function. Otherwise, it raises a `TimeoutError`.
+    `what` names the arrays in the error. If a process does not call this function, the others raise a `TimeoutError`.
     """
     problems = Processes("host memory").exchange("allocate", _host_memory_problem(mesh, bytes_per_device, what) or FITS)
     found = {index: problem for index, problem in enumerate(problems) if problem != FITS}
@@ -83,12 +83,12 @@ def _host_memory_problem(mesh: Mesh, bytes_per_device: int, what: str) -> str | 
 
 
 def pinned_cap() -> int:
-    """Return the most bytes of host memory that JAX pins in this process for GPUs."""
+    """Return the limit, in bytes, of the host memory that JAX pins for the GPUs of this process."""
     return int(os.environ.get(CAP_VARIABLE) or CAP_GB) * 10**9
 
 
 def pinned_limit(needed: int) -> str:
-    """Return the setting with which JAX pins little more than `needed` bytes, in words for a message."""
+    """Return the text, for a message, of the setting with which JAX pins little more than `needed` bytes."""
     return f"{CAP_VARIABLE}={-(-needed * 11 // 10**10)} before JAX starts"
 
 
@@ -106,7 +106,7 @@ def available_bytes(meminfo: str = "/proc/meminfo", cgroup: str = "/sys/fs/cgrou
 
 
 def compute_on_host(fn: Callable) -> Callable:
-    """Return a function that runs `fn` on the CPU of the host. Up to jax 0.11, `compute_on` is a context manager."""
+    """Return a function that runs `fn` on the CPU of the host. Up to jax 0.11, `compute_on` is a decorator."""
     from jax.experimental import compute_on
 
     of_jax: Any = compute_on.compute_on

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 class StateFiles:
     """The files with one process's shards of a state. They are made at the first read or write.
 
-    The files hold one version of the state. Each node in a tree records its version, so that outdated nodes are found.
+    The files hold one version of the state. Each `Chunked` node records a version, so that outdated nodes are found.
     A step, or writing every leaf outside of a step, makes the next version.
     """
 
@@ -102,7 +102,7 @@ class StateFiles:
         return self.receive(k, n, self.read(k, n), "device")
 
     def receive(self, k: int, n: int, reading: Future[tuple[np.ndarray, ...]], kind: str) -> Array:
-        """Return the chunk that `read` began to read, as an array in storage shape, in this kind of memory."""
+        """Return the chunk that `read` began to read, as an array in storage shape, in memory of this `kind`."""
         of = self.leaves[k]
         shape = of.chunking.chunk_shape(of.leaf, of.chunking.extents[n])
         shards = [
@@ -118,7 +118,7 @@ class StateFiles:
         return self._store.copy(self._index[k, n], put)
 
     def write(self, k: int, n: int, array: Array) -> None:
-        """Begin to copy the next version of chunk `n` of leaf `k` to the host. If too many wait, write the oldest."""
+        """Begin to copy the new chunk `n` of leaf `k` to the host. If too many copies wait, write the oldest."""
         self.writes += 1
         array.copy_to_host_async()
         self._copying.append((k, n, array))
@@ -200,7 +200,7 @@ class StateFiles:
             )
 
     def abandon(self) -> None:
-        """Give up the files after an interrupted step, and unlock their folder. Writing all leaves makes them again."""
+        """Give up the files after an interrupted step, and unlock their folder. Writing all leaves makes new files."""
         self._begin_version()
         self._before = None
         self.__dict__.pop("_store", None)
@@ -253,7 +253,7 @@ class LeafFiles:
 
 
 def number_of(version: Any, path: Path) -> int:
-    """Return the version that a node stores as an integer, or raise an error if the node has no files, or is traced."""
+    """Return the version in a node as an int. Raise an error if it is a shape (there are no files) or a tracer."""
     if isinstance(version, jax.ShapeDtypeStruct):
         raise ValueError(
             f"A leaf on disk in {path} has no files, because its state was made of shapes. Call tx.create with arrays, "

@@ -98,8 +98,8 @@ def update_on_device(
 ) -> tuple[list, list, list]:
     """Update a chunk on the device. Return the new `(params, state, resident)`. Traced under jit.
 
-    If `params`, `state` and `resident` are donated, XLA needs less memory. But XLA may have to copy the old state
-    first, because a kernel reads the old state after another kernel has overwritten it.
+    The caller may donate `params`, `state` and `resident`, so that XLA needs less memory. But XLA may then copy the old
+    state first, if one kernel would overwrite the old state before another kernel reads it.
     """
     num_params, num_state = len(key.params), len(key.state)
     store = to_storage if key.dim is None else constrain
@@ -163,7 +163,7 @@ def slice_chunks(
 def write_new_params(
     config: Config, key: ProgramKey, params: Sequence, new: Sequence, start: Int[Array, ""]
 ) -> list[Array]:
-    """Return the parameters with the new chunks written at `start`."""
+    """Return `params` with the chunks `new` written at `start`, or `new` itself if the update is not chunked."""
     dim = key.dim
     if dim is None:
         return list(new)
@@ -175,8 +175,8 @@ def write_new_params(
 def update_on_host(config: Config, key: ProgramKey, jit: Callable = jax.jit) -> Callable:
     """Return a jitted function `f(params, grads, state, shared, consts)` that updates a chunk on the host.
 
-    It returns the new `(params, state)`. They overwrite operands of the same type. New parameters have the type in
-    which they are stored.
+    `f` returns the new `(params, state)`, which overwrite operands of the same type. New parameters have the type in
+    which parameters are stored.
     """
     leaves = [*key.params, *key.state]
     shardings = [host_sharding(config.mesh, leaf.spec) for leaf in leaves]
@@ -221,7 +221,7 @@ def update_in_blocks(key: ProgramKey, params: list, grads: list, state: list, sh
 
 
 def may_block(key: ProgramKey) -> bool:
-    """Return whether the blocks of a chunk can be updated one by one, because all equations are elementwise."""
+    """Return whether a chunk can be updated by blocks: its equations are elementwise, and only data axes divide it."""
     eqns = key.equations.jaxpr.eqns
     elementwise = all(eqn.primitive.name == "broadcast_in_dim" or is_by_element(eqn) for eqn in eqns)
     return elementwise and not any(any(leaf.others) for leaf in (*key.params, *key.state))

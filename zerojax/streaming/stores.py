@@ -47,8 +47,8 @@ class StoredNodes:
 class HostStateStore(StoredNodes):
     """Keep state in host memory, in `Chunked` nodes.
 
-    Chunks in `kept_on_device` stay on the device instead; in a restored state, they do so from their first update on.
-    A first state has no nodes yet.
+    Chunks in `kept_on_device` stay on the device instead. In a restored state, these chunks are in host memory until
+    their first update. For a first state, `nodes` is empty.
     """
 
     def __init__(self, config: Config, plan: ShardingPlan, nodes: Sequence[Any] = ()):
@@ -67,19 +67,19 @@ class HostStateStore(StoredNodes):
         return ticket
 
     def write(self, group: UpdateGroup, n: int, arrays: Sequence[Array]) -> None:
-        """Begin to write the new state of a group's chunk `n`. Wait for the oldest write if too many have begun."""
+        """Begin to write the new state of a group's chunk `n`. If too many writes have begun, wait for the oldest."""
         kept = (group.state, n) in self._kept
         new = list(arrays) if kept else [to_memory(x, self._kind) for x in arrays]
         for k, x in zip(group.state, new, strict=True):
             self._new[k].append(x)
         chunks = [self._nodes[k].chunks[n] for k in group.state if k in self._nodes]
         old = [x for x in chunks if not x.is_deleted()]
-        # The update of a chunk that was on the device has donated it. Nobody needs to wait for its new state.
+        # If the chunk was on the device, its update has donated the old arrays. Nobody needs to wait for the new ones.
         self._writing.append(([] if kept and not old else new, old))
         self._complete(most=IN_FLIGHT - 1)
 
     def _complete(self, *, most: int) -> None:
-        """Block until at most `most` writes are unfinished. Free the old chunks of the others."""
+        """Block until at most `most` writes are unfinished. Free the old chunks of the finished writes."""
         while len(self._writing) > most:
             new, old = self._writing.popleft()
             jax.block_until_ready(new)
@@ -133,9 +133,9 @@ StateStore = HostStateStore | DiskStateStore
 
 @contextlib.contextmanager
 def abandoned_on_error(store: Any) -> Iterator[None]:
-    """Enter a context that writes to a store, or to the files of parameters. After an error, abandon them.
+    """Enter a context that writes to `store`, which is a state's store or the files of parameters.
 
-    Otherwise the traceback of the error would keep the store alive, and the store its folder locked.
+    After an error, abandon `store`. Otherwise, the error's traceback would keep `store` alive and its folder locked.
     """
     try:
         yield
@@ -161,7 +161,7 @@ def store_for(config: Config, plan: ShardingPlan, nodes: Sequence[Any] | None = 
 def kept_on_device(config: Config, plan: ShardingPlan) -> Mapping[tuple[tuple[int, ...], int], int]:
     """Return the chunks that stay on the device, with their bytes per device. A key is `(group.state, n)`.
 
-    These are the last chunks of the update, so that they are updated while the chunks before them are still written.
+    The last chunks of the update stay, so that their updates overlap with the writes of the chunks before them.
     """
     room = 0 if config.offload is None else config.offload.device_bytes or 0
     kept: dict[tuple[tuple[int, ...], int], int] = {}

@@ -46,8 +46,8 @@ if TYPE_CHECKING:
     from jaxtyping import Array
 
 DEVICE = "device"
-# The host updates at most so many chunks at a time that one array per chunk has these bytes in total. Copies of the
-# chunks' parameters and gradients wait in host memory.
+# The number of chunks that the host updates at a time, times `Offload.chunk_bytes`, is at most this. Without a limit,
+# the copies of the chunks' parameters and gradients could fill host memory.
 HOST_BYTES = 4 << 30
 
 
@@ -72,7 +72,7 @@ class StreamedUpdate:
 
     @property
     def host_threads(self) -> int:
-        """Return the number of chunks per device that the host updates at a time: one per core, if memory allows."""
+        """Return how many chunks per device the host updates at a time. In total, one per core if memory allows."""
         assert self.config.offload is not None
         devices = len(self.config.mesh.local_devices)
         # XLA computes an elementwise update on the host with one thread, so several chunks must run at a time.
@@ -115,7 +115,7 @@ class StreamedUpdate:
         return params, state
 
     def runs_on_host(self, group: UpdateGroup) -> bool:
-        """Return whether the host updates `group`. It updates only chunks, because full arrays span all devices."""
+        """Return whether the host updates `group`. Full arrays are not, because they span all devices."""
         return self.update == "host" and group.chunking is not None
 
     def compiled(self, key: ProgramKey, *args: Any) -> Callable:
