@@ -44,7 +44,7 @@ def shard_batches(
         prefetch: How many batches are placed in advance, after the batch that is returned.
         rows: Which rows each batch of this process's loader has. `"global"`: all rows, the same on every process.
             `"process"`: the rows of this process's devices, in device order. All processes give equally many rows.
-            Required if there are several processes.
+            None is allowed only if there is one process.
         remainder: What to do with a batch that has fewer rows than the first batch, as at the end of an epoch.
             `"drop"` skips the batch if devices and microbatches do not divide it, with a warning. `"pad"` repeats its
             last row, and makes every batch a pair `(batch, weight)` for a loss with `weighted=True`: the weight is 1.0
@@ -54,7 +54,7 @@ def shard_batches(
     Returns:
         An iterator of trees of arrays. Its `get_state` returns the state that the loader's iterator had after the batch
         that was returned last, and `set_state` restores it. Pass the iterator to `Checkpointer.save(state, data=...)`.
-        If each process reads its own rows, only as many processes can restore it, except for grain's `ElasticIterator`.
+        With `rows="process"`, only equally many processes can restore a state, except of grain's `ElasticIterator`.
 
     Raises:
         TypeError: If a count is not an integer. When iterating, if a leaf of a batch is not an array.
@@ -217,7 +217,7 @@ def check_rows_of_processes(mesh: Mesh, axis: tuple[str, ...]) -> None:
 
 
 def padded(arrays: Any, rows: int, size: int) -> tuple[Any, np.ndarray]:
-    """Pad a batch to `size` rows, and return it with weights. Repeat the last row, because zeros might give a NaN."""
+    """Return `(batch, weights)`, padded from `rows` to `size` rows with the last row. Zero rows might give a NaN."""
     repeat = lambda x: np.concatenate([x, np.repeat(x[-1:], size - rows, 0)]) if size > rows else x
     return jax.tree.map(repeat, arrays), (np.arange(size) < rows).astype(np.float32)
 

@@ -183,10 +183,10 @@ def device_rates() -> tuple[str, dict[str, Any]]:
 
 
 def slowdown(products: float, gather: float, both: float) -> float | None:
-    """Return the share by which products take longer during a gather, from the seconds of each alone and of both.
+    """Return the share `s` by which a gather slows products, or None if both do not overlap measurably.
 
-    If products take `(1 + s)` times as long, they lose `s / (1 + s)` of the gather's time. Return None if gather and
-    products do not overlap measurably.
+    The arguments are seconds: of products alone, of a gather alone, and of both together. Products that take `1 + s`
+    times as long while a gather runs lose `s / (1 + s)` of the gather's seconds.
     """
     lost = max(0.0, both - products) / gather
     return lost / (1 - lost) if lost < 0.9 else None

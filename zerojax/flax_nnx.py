@@ -65,8 +65,8 @@ def shard_module(module: nnx.Module, tx: ZeroTransformation, *, wrt: Any = nnx.P
         module: The module. Its parameters must be logical arrays. A parameter that needs padding in storage becomes a
             `Padded`, which the module's code can use like the logical array.
         tx: A transformation that `zero_shard` returned.
-        wrt: NNX filter that selects the variables that are parameters. All others stay as they are, on every device. To
-            train a part of the parameters and shard all of them, as for LoRA, leave `wrt` out and give `zero_shard` a
+        wrt: NNX filter that selects the variables to shard. Every device holds all other variables in full. To train a
+            part of the parameters and shard all of them, as for LoRA, leave `wrt` out, and give `zero_shard` a
             `trainable=` that chooses this part.
 
     Examples:
@@ -194,8 +194,8 @@ class ModuleLoss:
 
         `graph` is the structure of the NNX objects of all arguments together. `trained`, `constants` and `variables`
         are the variables of each of the `groups`. `arrays` has, for each argument, its leaves that are not NNX objects;
-        None for the batch. Return `(loss, variables, (aux, graph, created))`: the result, updated variables, and
-        variables that the loss created. `tx.value_and_grad` treats `variables` as the mutable state.
+        None for the batch. Return `(loss, variables, (aux, graph, created))`: `variables` and `graph` are updated, and
+        `created` has variables that the loss created. `tx.value_and_grad` treats `variables` as the mutable state.
         """
 
         def call(states):
@@ -247,9 +247,9 @@ def batch_index(nodes: Sequence) -> int | None:
 def assigned_paths(call: Callable, old: Sequence[nnx.State], new: Sequence[nnx.State]) -> set:
     """Return the paths of the variables that a loss creates, or to which it assigns a new value.
 
-    A new array may have the old value: `nnx.jit` and `nnx.remat` write every variable of their arguments back as a new
-    array. `call` maps the `old` variables to the `new` ones. If arrays are new, `call` is traced once more, and its
-    jaxpr shows which variables it returns unchanged.
+    A new array may have the old value, because `nnx.jit` and `nnx.remat` write every variable of their arguments back
+    as a new array. `call` maps the `old` variables to the `new` ones. If arrays are new, `call` is traced once more,
+    and the jaxpr shows which variables are returned unchanged.
     """
     known = {path: jax.tree.leaves(x) for state in old for path, x in nnx.to_flat_state(state)}
     found = {path: jax.tree.leaves(x) for state in new for path, x in nnx.to_flat_state(state)}
@@ -272,8 +272,8 @@ def assigned_paths(call: Callable, old: Sequence[nnx.State], new: Sequence[nnx.S
 def check_assigned(assigned: Collection, after: Sequence[nnx.State], averaged: nnx.State) -> None:
     """Raise a TypeError if the loss assigns to a variable whose new value would be lost or wrong.
 
-    New values of the variables in `after`, parameters and PRNG keys, would be lost. The variables in `averaged` are
-    averaged over the devices, and integers other than counts of random streams have no mean.
+    `after` has parameters and PRNG keys, whose new values would be lost. The variables in `averaged` are averaged over
+    the devices, and integers other than counts of random streams have no mean.
     """
     chosen = lambda state: [(path, x) for path, x in nnx.to_flat_state(state) if path in assigned]
     if lost := [pair for state in after for pair in chosen(state)]:
@@ -298,13 +298,13 @@ def variable_in_words(path: Sequence) -> str:
 
 
 def passed_on(jaxpr: Any, args: Sequence) -> list:
-    """Return, for each result of `jaxpr`, the element of `args` whose argument it equals, or None."""
+    """Return labels of the results of `jaxpr`. `args` are labels of the arguments. Other values have the label None."""
     consts = [None] * len(compat.constvars_of(jaxpr))
     return jaxprs.evaluate(jaxpr, consts, args, _passed_on_by, literal=lambda value: None)
 
 
 def _passed_on_by(eqn: Any, values: Sequence) -> Sequence:
-    """Do for one equation what `passed_on` does for a jaxpr. Only loops, branches and calls return operands."""
+    """Return labels of the results of `eqn`; see `passed_on`. Only loops, branches and calls return operands."""
     if (loop := compat.loop_of(eqn)) is not None:
         found = passed_on(compat.opened(loop.body)[0], range(len(values)))
         first = loop.consts + loop.carry  # the index of the first operand that is sliced

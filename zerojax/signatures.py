@@ -84,5 +84,5 @@ def has_effects(jaxpr: Any) -> bool:
 
 
 def _of_refs(jaxpr: Any) -> bool:
-    """Return whether a jaxpr takes refs. If the equation that contains it takes none, the jaxpr is a kernel's body."""
+    """Return whether a jaxpr takes refs. It is a kernel's body if the equation that contains it takes no refs."""
     return any(map(compat.is_ref, jaxpr.invars))

@@ -1,6 +1,6 @@
 """Define the methods of a transformation that take and return trees, as optax and hand-written loops do.
 
-They only call functions of other files, which are imported when a method is called.
+These methods only call functions of other files. A call imports the file that it needs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from zerojax.train.state import ZeroState
     from zerojax.train.tree_api import Shardings
 
-# Type variables, so that a function made from the caller's function has the types of the caller's function.
+# With these type variables, the functions that methods return have the types of the caller's functions.
 Params = TypeVar("Params", bound=Any)
 Value = TypeVar("Value")
 Aux = TypeVar("Aux")
@@ -51,7 +51,7 @@ class TreeTransformation(optax.GradientTransformationExtraArgs):
         return tree_api
 
     def init_params(self, init_fn: Callable[[*Given], Result], *args: *Given) -> Result:
-        """Initialise parameters in storage. Each device makes only its shards: at stage 3, none holds the whole model.
+        """Initialise parameters in storage. Each device makes only its shards: at stage 3, a part of the model.
 
         Args:
             init_fn: Function that returns the tree of parameters, and that `jax.jit` can trace.
@@ -73,7 +73,7 @@ class TreeTransformation(optax.GradientTransformationExtraArgs):
 
         Returns:
             A copy in storage for `create` or `init`, in the types of the master weights; frozen parameters have their
-            stored types. Donating it does not delete the caller's arrays. Shapes are returned with their shardings.
+            stored types. Donating the copy does not delete the caller's arrays. Shapes are returned with shardings.
         """
         from zerojax.train.params import shard
 
@@ -89,8 +89,8 @@ class TreeTransformation(optax.GradientTransformationExtraArgs):
                 shapes, or if `tree` is a part of a state without a `NamedTuple` of optax, such as a tree of moments.
 
         Returns:
-            The tree in the form of plain JAX and optax: a state with `optax.MaskedNode()` for each parameter that is
-            not trained, and without master weights, which `tx.weights` returns.
+            The tree in the form of plain JAX and optax. A state has `optax.MaskedNode()` for each parameter that is
+            not trained. It has no master weights, which `tx.weights` returns.
 
         Raises:
             ValueError: If the logical shapes of a state are unknown, or an array was donated or is on another mesh.
@@ -103,7 +103,7 @@ class TreeTransformation(optax.GradientTransformationExtraArgs):
         Args:
             state: A state of the wrapped transformation, with logical arrays. If some parameters are frozen, it may be
                 the state of all parameters, or a state of `optax.masked`.
-            params: The parameters of that run, logical or in storage. Master weights are copied from them.
+            params: The parameters of the other run, logical or in storage. Master weights are copied from them.
 
         Returns:
             A copy of the state in storage, for `update`. `tx.unshard` converts it back, bit for bit. For a run of
@@ -123,8 +123,8 @@ class TreeTransformation(optax.GradientTransformationExtraArgs):
             params: The parameters, logical or in storage. Leaves that are not trained are copied from them.
 
         Returns:
-            A tree in storage, in the types of `mirror`, for `eval_step`, `unshard`, `export` or, with `params`,
-            `optax.contrib.schedule_free_eval_params`.
+            A tree in storage, in the types of `mirror`, for `eval_step`, `unshard` or `export`. Together with
+            `params`, `optax.contrib.schedule_free_eval_params` accepts it.
 
         Raises:
             ValueError: If `mirror` and the trained parameters differ in structure or shapes.
@@ -141,7 +141,7 @@ class TreeTransformation(optax.GradientTransformationExtraArgs):
             opt_state: Their optimizer state, such as `state.opt_state`.
 
         Returns:
-            A tree in storage. Without master weights it is `params` itself: copy it before a step donates it.
+            A tree in storage. Without master weights, this is `params` itself: copy it before a step donates `params`.
         """
         from zerojax.optim.logical_state import weights
 
@@ -151,14 +151,14 @@ class TreeTransformation(optax.GradientTransformationExtraArgs):
         """Return a jitted function of the parameters, for evaluation or generation. Parameters are gathered on use.
 
         Args:
-            fn: `fn(params, batch, *args)`. In both views, it sees logical parameters and all rows of `batch`. It may
-                return any value that a jitted function may return.
+            fn: `fn(params, batch, *args)`. In both views, `fn` sees logical parameters and all rows of `batch`. It
+                may return any value that a jitted function may return.
 
         Returns:
             `step(params, batch, *args, **keywords)`, which returns the result of `fn`. `params` are logical or in
-            storage, such as `state.params`. `fn` sees them in the types that a loss sees. If the devices cannot divide
-            the rows, as in the last batch of an epoch, each device computes all rows. A loop over tokens, or a loss
-            with a teacher model, may call `step`. Parameters that all iterations of a scan use are gathered before it.
+            storage, such as `state.params`. `fn` sees parameters in the types that a loss sees. If the devices cannot
+            divide the rows, as in the last batch of an epoch, each device computes all rows. A loop over tokens, or a
+            loss with a teacher model, may call `step`. A scan gathers parameters that each iteration uses only once.
         """
         from zerojax.train.eval_step import eval_step
 
@@ -214,16 +214,16 @@ class TreeTransformation(optax.GradientTransformationExtraArgs):
             has_aux: Whether `loss_fn` returns `(loss, aux)`. The markers of `zerojax.metrics` say how each leaf
                 of aux is combined over microbatches and devices.
             weighted: Whether the loss is `(total, weight)`. The mean loss is then the sum of the totals divided by the
-                sum of the weights, which are not differentiated, over all microbatches and devices. It is NaN, like
-                the gradients, if a weight is negative or the sum of the weights is zero.
+                sum of the weights, which are not differentiated, over all microbatches and devices. If a weight is
+                negative or the weights sum to zero, the mean loss and the gradients are NaN.
             mutable: Whether the loss has a mutable state, as for `train_step`. `f(params, mutable, batch, *args)` then
                 returns `((loss, mutable), grads)`, or `((loss, mutable, aux), grads)` with `has_aux`.
             accumulate: Number of microbatches per device. Their losses and gradients are computed one after the other,
                 so that only one microbatch's activations are in memory. Keys in `*args` are folded with the index of
                 the microbatch.
             reduction: Whether the losses of microbatches (in device view also of devices) are averaged (`"mean"`) or
-                added up (`"sum"`, for sums over rows). None: averaged; with `accumulate`, a loss that is a sum over the
-                rows raises an error.
+                added up (`"sum"`, for sums over rows). None: they are averaged, but with microbatches, a loss that is a
+                sum over the rows raises an error.
 
         Returns:
             `f(params, batch, *args, **keywords) -> (loss, grads)`, or `((loss, aux), grads)` with `has_aux`. Without a
@@ -245,7 +245,7 @@ class TreeTransformation(optax.GradientTransformationExtraArgs):
             params: The parameters, as arrays or shapes.
 
         Returns:
-            The trees. A leaf that is a `Padded` in storage has one sharding.
+            The trees. A parameter that is a `Padded` in storage has one sharding.
         """
         return self._trees.shardings(self.config, params)
 

@@ -8,7 +8,7 @@ UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
 def byte_unit(count: float) -> tuple[str, float]:
-    """Return the largest decimal unit in which a size, rounded to three digits, is at least 1, and the unit's bytes."""
+    """Return `(unit, bytes per unit)` for the largest unit in which `count`, rounded to three digits, is at least 1."""
     power = next((i for i in range(len(UNITS)) if count < 999.5 * 1000**i), len(UNITS) - 1)
     return UNITS[power], 1000.0**power
 

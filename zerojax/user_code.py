@@ -55,7 +55,7 @@ def load_from_file(path: Path, name: str) -> Any:
 
 @contextlib.contextmanager
 def running(path: Path, options: Sequence[str] = ()) -> Iterator[None]:
-    """Enter a context in which a file's code runs, with its folder in `sys.path` and `options` as `sys.argv[1:]`.
+    """Enter a context to run the code of `path`, with its folder in `sys.path` and `options` as `sys.argv[1:]`.
 
     The code's output is captured. Output that bypasses Python, such as a subprocess's, is sent to standard error,
     because standard output is for results. A `SystemExit` becomes a `ValueError`.
@@ -108,7 +108,7 @@ def load_program(text: str, options: Sequence[str]) -> tuple:
 def load_model(text: str) -> Any:
     """Return a number for text such as `"7.5e9"`, or a model or its shapes for text such as `"model.py:make_model"`.
 
-    A function that returns parameters or an NNX module is traced, not run. Other objects are returned unchanged.
+    If the text names a function, the function is traced, and shapes are returned. Other objects are returned unchanged.
     """
     with contextlib.suppress(ValueError):
         return float(text)

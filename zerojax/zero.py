@@ -71,8 +71,8 @@ def zero_shard(
         batch_spec: How the batch is divided: a `PartitionSpec` that begins with `axis`, such as
             `P("data", "sequence")`, or a tree of specs. A leaf with fewer dims uses the first entries of its spec.
             None: only dim 0 is divided.
-        expert_axis: The axes in `axis` over which experts stay divided, such as `"expert"`. At every stage, a parameter
-            whose sharding or Flax metadata names such an axis is not gathered, and its gradient not summed, over this
+        expert_axis: The axes in `axis` over which experts stay divided, such as `"expert"`. If the sharding or Flax
+            metadata of a parameter names such an axis, no stage gathers the parameter, or sums its gradient, over this
             axis. Over other axes it is sharded as usual. The loss uses such parameters in a `jax.shard_map`.
         overwrite: Which parameters take their gradient as their new value, in the form of `trainable`. This option
             overrides `trainable`. A parameter whose path, or NNX class, has the name of Flax's collection
@@ -166,8 +166,8 @@ class ZeroTransformation(TreeTransformation):
         """Create the state of a new run at step 0, with the parameters in storage and an optimizer state.
 
         Args:
-            params: Logical parameters, parameters in storage, or shapes. They are copied, master weights before the
-                parameters are rounded to their stored types. Delete the originals to free their memory.
+            params: Logical parameters, parameters in storage, or shapes. Master weights are unrounded copies, and
+                `state.params` are copies in the stored types. Delete the originals to free their memory.
             mutable: The initial mutable state, such as batch statistics, for a loss with `mutable=True`: a tree of
                 arrays, which every device holds in full.
             opt_state: A plain optax state to continue from, as for `adopt`. None: a fresh state.
@@ -204,20 +204,20 @@ class ZeroTransformation(TreeTransformation):
             weighted: As for `value_and_grad`. Invalid weights skip a step, and a later call raises an error.
             mutable: Whether the loss updates `state.mutable`. Each microbatch gets the state that the previous one
                 returned. In device view, float leaves are averaged over devices at the end, and others must be equal.
-                Keep PRNG keys out of it in device view or with microbatches: only keys in `*args` are folded.
+                In device view or with microbatches, pass PRNG keys in `*args`: keys in the state are not folded.
             skip_nonfinite: Whether a step whose gradient norm is not finite leaves the state unchanged, bit for bit.
                 Always on with a loss scale.
-            max_skips: If more steps in a row are skipped, the next call raises an error. Implies `skip_nonfinite`, and
-                makes each call wait for the previous step. None: no limit.
-            leaf_norms: Whether the metrics include norms per parameter: of its gradient and, without offload, of its
-                stored value and change; `optax.MaskedNode()` for a frozen parameter.
+            max_skips: If more than `max_skips` steps in a row are skipped, the next call raises an error. Implies
+                `skip_nonfinite`, and makes each call wait for the previous step. None: no limit.
+            leaf_norms: Whether the metrics include, for each parameter, the norm of its gradient and, without offload,
+                of its stored value and change. A frozen parameter has `optax.MaskedNode()` instead of a norm.
             timeout: Seconds that a step may take, without compilation. If a step takes longer, the process prints which
-                process it waits for, and exits with status 75. None: it only prints, after 1800 s and with several
-                processes. `float("inf")`: no limit.
+                process it waits for, and exits with status 75. None: with several processes, it prints this after
+                1800 s, and does not exit. `float("inf")`: no limit.
             memory: The bytes per device that the compiled step may take, such as `"72 GB"`, or `"auto"` for the memory
                 that JAX may use on the device. The blocks of the loss (functions under `zerojax.block`, and bodies of
-                scans, without a `jax.checkpoint`) save as many activations as fit, and recompute all others. The first
-                call with new shapes compiles up to four times.
+                scans, if they contain no `jax.checkpoint`) save as many activations as fit, and recompute all others.
+                The first call with new shapes compiles up to four times.
             compiler_options: Options of XLA by name. With `"auto"`, a step on GPUs with hybrid sharding may run two
                 collectives at once.
 
