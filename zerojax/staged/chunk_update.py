@@ -1,12 +1,10 @@
-"""Update parameters on disk: sum the gradients of chunks, write them to files, and update chunk by chunk.
+"""Update parameters on disk: sum the gradients of chunks, write the sums to files, and update chunk by chunk.
 
-Gradients are summed over the uses of a chunk and over microbatches, and scaled.
-
-An update may also need scalars of whole gradients, such as norms. To compute these without reading a gradient twice,
+An update may need scalars of whole gradients, such as norms. To compute these without reading a gradient twice,
 the part of the update that does not depend on offloaded state is traced as one list of equations. A *cut* is an
-equation that reduces one gradient on disk to a scalar, behind elementwise equations only. These equations are evaluated
-per chunk, before the chunk is written, and the equations after the cut read only the scalar. A gradient that other
-equations read, such as a norm of scaled gradients, is read as a whole array.
+equation that reduces one gradient on disk to a scalar. Only elementwise equations may come between the gradient and the
+cut. They and the cut are evaluated per chunk, before the chunk is written, and later equations read only the scalar. A
+gradient that any other equation reads, such as the norm of clipped gradients, is read as a whole array.
 """
 
 from __future__ import annotations
@@ -150,9 +148,10 @@ def _scaled(grad, dtype, share):
 class ChunkGradients:
     """The gradients of one step, for the parameters on disk.
 
-    Each chunk's gradient is written once per microbatch. In the last microbatch, when the weights of the whole loss are
-    known, each sum is multiplied by the factor that makes it the gradient of the loss. It is also reduced to the
-    scalars that the update needs, so that the update reads each gradient only once.
+    In each microbatch, a chunk's gradient is summed over the chunk's uses and scaled, and the sum over the microbatches
+    so far is written. In the last microbatch, the weights of the whole loss are known, and each sum is multiplied by
+    the factor that makes the sum the gradient of the loss. The update may need scalars of a gradient. They are computed
+    from the product before it is written, so that the update reads each gradient only once.
     """
 
     def __init__(
@@ -175,7 +174,7 @@ class ChunkGradients:
     def begin(self, *, first: bool, share: Array | None, factor: Array | None) -> None:
         """Begin a microbatch, whose gradients are scaled by `share`.
 
-        In the last microbatch, `factor` scales the sums over all microbatches. In the others, `factor` is None.
+        In the last microbatch, `factor` scales the sums over all microbatches. In earlier ones, `factor` is None.
         """
         self._first, self._share, self._factor = first, share, factor
 
@@ -189,7 +188,7 @@ class ChunkGradients:
             self._complete(*self._of[chunk_id[0]], chunk_id[1], total)
 
     def end(self) -> None:
-        """End a microbatch. If it is the last, write zeros as the gradients of chunks that the loss does not use."""
+        """End a microbatch. After the last, write zeros as the gradients of chunks that the loss does not use."""
         assert not self._pending
         self.write()
         if self._factor is None:
@@ -236,7 +235,7 @@ class ChunkGradients:
 
 
 class StagedQueue(UpdateQueue):
-    """The queue of one step's chunks, whose parameters and gradients are read from files, and written to files."""
+    """An `UpdateQueue` that reads parameters and gradients from files, and writes new parameters to files."""
 
     def __init__(
         self,
@@ -253,7 +252,7 @@ class StagedQueue(UpdateQueue):
         return [None if i in self._trained else self._inputs.pending.pop(i) for i in group.params]
 
     def _begin(self, group: UpdateGroup, n: int) -> tuple[Any, dict]:
-        """Begin to read a chunk of the state, and of parameters and gradients if there are enough buffers."""
+        """Begin to read a chunk of the state. If there are enough buffers, also of parameters and gradients."""
         of = [self._trained[i].param for i in group.reads(PARAM) if i in self._trained]
         of += [self._trained[i].grad for i in group.reads(GRAD) if i in self._trained]
         chunk_ids = [chunk_id for x in of for chunk_id in _shard(x, group, n).chunk_ids]

@@ -84,7 +84,7 @@ class Microbatch:
         return [jnp.asarray(a.val) if compat.is_literal(a) else env[a] for a in outs]
 
     def backward(self, cotangent: Array) -> dict[int, Array]:
-        """Return the cotangents of the arguments not on disk, by index, for a cotangent of the first result."""
+        """Return the cotangents of the arguments not on disk, by index. `cotangent` is that of the first result."""
         staged = self._staged
         if staged.backward:
             self._cotangents[staged.program.outs[0]] = cotangent

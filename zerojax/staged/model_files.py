@@ -53,7 +53,7 @@ COPYING = 2
 class OnDisk(ChunkedLayout):
     """How one parameter, or its gradient, is kept on disk."""
 
-    index: int  # the number of its files; for a parameter, this is its index among all parameters
+    index: int  # the number of the files; for a parameter, the index among all parameters
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,8 +109,8 @@ class ModelFiles(StateFiles):
         """Name the files, which are in the folder `name` of `path`.
 
         The first `params` of `leaves` are parameters, and the others gradients. `host_bytes` limits the bytes of chunks
-        and buffers in host memory, including `state_buffers` bytes for the optimizer state. If it is None, only the
-        buffers are in host memory. Chunks of earlier leaves are the first to be kept in host memory.
+        and buffers in host memory, including `state_buffers` bytes for the optimizer state. If `host_bytes` is None,
+        only the buffers are in host memory. Chunks of earlier leaves are the first to be kept in host memory.
         """
         super().__init__(path, leaves, in_flight=READ_AHEAD, copying=COPYING, name=name)
         self._given_bytes = host_bytes
@@ -130,7 +130,7 @@ class ModelFiles(StateFiles):
                 self._in_memory.add(index)
 
     def given(self, types: Sequence[Any]) -> ModelFiles:
-        """Return files for the same parameters, which no run uses yet. `types` are the parameters' types by number."""
+        """Return new files, not used by any run yet, for the same parameters. Parameter k is stored in `types[k]`."""
         wide = {}
         for k in sorted(self._every):
             of = self.leaves[k]
@@ -138,7 +138,7 @@ class ModelFiles(StateFiles):
         return ModelFiles(self.root, wide, name=GIVEN, params=len(wide), host_bytes=self._given_bytes)
 
     def nodes(self, *, is_shape: bool = False) -> dict[int, Chunked]:
-        """Return a `Chunked` node per parameter, by number. If `is_shape`, nodes contain shapes instead of arrays."""
+        """Return a `Chunked` node per parameter, by number. If `is_shape`, the nodes have shapes instead of arrays."""
         found = {}
         for k in sorted(self._every):
             of = self.leaves[k]
@@ -151,11 +151,11 @@ class ModelFiles(StateFiles):
 
 
 def on_disk(config: Config, layout: Layout, types: Sequence[Leaf] = ()) -> dict[int, OnDisk]:
-    """Return an `OnDisk` for each sharded parameter, by index. `types` may have leaves with other types to store."""
+    """Return an `OnDisk` for each sharded parameter, by index. If given, the leaves `types` have the types to store."""
     assert config.offload is not None
     found = {}
     chunkings = row_chunkings_of(layout.grads, config.offload.chunk_bytes)
-    # A trained parameter is divided as its optimizer state is, for which only trained parameters are known.
+    # Divide a trained parameter like its optimizer state, whose division depends on the trained parameters alone.
     trained = row_chunkings_of([layout.grads[i] for i in layout.trained], config.offload.chunk_bytes)
     chunkings |= {layout.trained[k]: chunking for k, chunking in trained.items()}
     for i, param in enumerate(layout.params):
@@ -180,14 +180,14 @@ def trained_on_disk(config: Config, plan: ShardingPlan) -> dict[int, Trained]:
 
 
 def files_of_params(config: Config, layout: Layout, types: Sequence[Leaf]) -> ModelFiles:
-    """Return the files of parameters that no run uses yet. `types` are leaves with the types of the parameters."""
+    """Return new files for parameters that no run uses yet. `types` are leaves with the types of the parameters."""
     return _files(config, GIVEN, on_disk(config, layout, types))
 
 
 def _files(
     config: Config, name: str, params: Mapping[int, OnDisk], grads: Sequence[OnDisk] = (), state_buffers: int = 0
 ) -> ModelFiles:
-    """Return the files of parameters and gradients. Parameters are the first to be kept in host memory."""
+    """Return the files of parameters and gradients. Host memory is used for chunks of parameters first."""
     offload = config.offload
     assert offload is not None
     assert offload.path is not None
@@ -210,7 +210,7 @@ def files_of(params: PyTree) -> ModelFiles | None:
 
 
 def placed_leaf(config: Config, x: Any, leaf: Leaf) -> Array:
-    """Copy a parameter to the devices, or read it from its files. It has storage shape, and keeps its type."""
+    """Copy a parameter to the devices, or read it from its files. Return it in storage shape and its own type."""
     if is_chunked(x):
         return joined(x)
     (stored,) = storage_leaves([x], [leaf])
@@ -232,7 +232,7 @@ def begun_on_disk(config: Config, plan: ShardingPlan, params: PyTree) -> Iterato
     grads = [trained.grad for trained in trained_on_disk(config, plan).values()]
     files = _files(config, "params", on_disk(config, layout), grads, state_buffer_bytes(config, plan))
     tree = write_params(config, layout, leaves_of(params), files, shapes=are_shapes(params))
-    # These are copied to the devices later, one after the other, and keep their types.
+    # The state is made from parameters that are copied to the devices later, one by one, and keep their types.
     later = lambda x, leaf: Deferred(lambda: placed_leaf(config, x, leaf), leaf.storage_shape, canonical(x.dtype))
     with abandoned_on_error(files):
         yield tree, [later(x, leaf) for x, leaf in zip(leaves_of(params), layout.params, strict=True)]
@@ -243,8 +243,8 @@ def write_params(
 ) -> PyTree:
     """Write sharded parameters to files, one after the other, in the files' types. Return all parameters in storage.
 
-    `leaves` yields the parameters in any form. Each is freed when it is written, before the next is made. If `shapes`,
-    they are shapes, no file is written, and the tree consists of shapes.
+    `leaves` yields the parameters in any form. Each is freed when it is written, before the next is made. If `shapes`
+    is true, `leaves` yields shapes, no file is written, and the result consists of shapes.
     """
     stored: dict[int, Any] = dict(files.nodes(is_shape=shapes))
     leaves = iter(leaves)
@@ -263,7 +263,7 @@ def write_params(
 
 
 def write_leaf(files: ModelFiles, i: int, x: Any) -> None:
-    """Write parameter `i`. If `x` is on disk in equal chunks, copy these. If not, load it, and slice its chunks."""
+    """Write `x` as parameter `i`. If `x` is on disk in the same chunks, copy chunk by chunk. If not, load `x` first."""
     of = files.leaves[i]
     if is_chunked(x) and x.chunking == of.chunking and x.leaf_files is not None:
         chunks = (x.leaf_files.load_chunk(*x.chunks, n) for n in range(len(of.chunking.extents)))

@@ -1,7 +1,7 @@
 """Divide a loss into stages, and compile each stage into a forward and a backward program.
 
-Find the chunks that each stage reads, their order, and the gradients per chunk. Segments with equal equations and
-layouts share their programs.
+Also find which chunks each stage reads, in which order, and how many gradients each chunk gets. Segments with equal
+equations and layouts share their programs.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Stage:
     def _backward(
         self, shards: Sequence, others: Sequence, saved: Sequence, cotangents: Sequence, operands: Sequence
     ) -> tuple[list, list]:
-        """Return `(gradients of shards, cotangents of other inputs)`. Those that were not computed are None.
+        """Return `(gradients of shards, cotangents of other inputs)`. An entry that was not computed is None.
 
         `shards` are the shards of parameters in `needed`, and `others` the inputs in `kept`. A cotangent may be None.
         """
@@ -148,13 +148,13 @@ class Stage:
         return roots | dict(zip(self.operands, operands, strict=True))
 
     def _gathers(self, env: dict, params: Sequence[ShardedParam]) -> GatherScheduler:
-        """Return a scheduler of the gathers of this segment. The empty second use represents all later segments."""
+        """Return a scheduler of this segment's gathers. An empty second entry stands for all later segments."""
         computes = [self._segment.computes, False]
         return GatherScheduler(env, self._options, [params, []], computes, [0, 1], self._arguments, {})
 
 
 def _plain(param: ShardedParam, by_row: bool) -> ShardedParam:
-    """Return a parameter without its path and its slices of a row on disk, in which equal segments may differ."""
+    """Return a parameter without what differs between equal segments: its path, and the slices of a row on disk."""
     leaf = dataclasses.replace(param.leaf, path="", reason="")
     stored, slices = (leaf, ()) if by_row else (param.stored, param.slices)
     stored = dataclasses.replace(stored, dtype=param.stored.dtype, path="", reason="")
@@ -245,7 +245,7 @@ class StagedProgram:
         return found | dict.fromkeys(jaxprs.variables_in(self.program.outs), len(self.items))
 
     def _weights(self) -> set:
-        """Return variables computed from parameters alone, in segments where no other result has a cotangent."""
+        """Return variables that are computed from parameters alone, in segments whose other results are not `live`."""
         weights = {v for v in self.program.invars if (rows := self.program.rows.get(v)) is not None and not rows.places}
         for segment in self.program.segments:
             if isinstance(segment, BlockSegment) and not segment.has_rule:
@@ -278,7 +278,7 @@ class StagedProgram:
         return Item(segment, stage, sources)
 
     def _stage(self, segment: BlockSegment, wanted: Wanted, rows: KnownRows, by_row: list[bool]) -> Stage:
-        """Return the stage of a segment. Segments with equal equations and layouts share one."""
+        """Return the stage of a segment. Segments with equal equations and layouts share a stage."""
         make = functools.partial(Stage, segment, wanted, rows, self._options, by_row, self.mesh)
         is_sliced = any(p.slices and not row for p, row in zip(segment.params, by_row, strict=True))
         if segment.shared is None or is_sliced:
@@ -304,7 +304,7 @@ class StagedProgram:
 
 
 def scanned_inside(jaxpr: Any, variables: Collection) -> set:
-    """Return the variables over which scans inside of a segment run."""
+    """Return those of `variables` over which a scan runs, in `jaxpr` or in a jaxpr inside its equations."""
     found: set = set()
     for eqn in jaxpr.eqns:
         if (loop := compat.loop_of(eqn)) is not None:
