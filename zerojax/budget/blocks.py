@@ -69,9 +69,9 @@ class Blocks:
     def choice(self, block: Block, share: float) -> Choice:
         """Return the values that a block saves if it may save `share` of its bytes.
 
-        With 0, a block saves only the results of collectives. With 1, it saves all values that the backward pass reads.
-        In between, `share` is of the bytes in `Graph.kept`, because XLA by itself recomputes elementwise functions of
-        saved values. In a loop, XLA does not recompute them, so there `share` is of the bytes in `Graph.bytes`.
+        If `share` is 0, only the results of collectives are saved. If it is 1, all values that the backward pass reads
+        are saved. In between, it is a share of `Graph.kept`, because XLA by itself recomputes elementwise functions of
+        saved values. In a loop, XLA does not recompute these functions, so `share` is a share of `Graph.bytes`.
         """
         key = id(block.graph), block.is_loop, share
         if key not in self._choices:

@@ -26,7 +26,7 @@ from zerojax.primitives import Kind
 
 PREFIX = "zerojax_value_"
 CALLED_BACK = "zerojax_called_back"  # the name of values that a callback such as `jax.debug.print` gets
-# A byte costs a millionth of a FLOP, so that bytes decide only between values that cost equally many FLOPs.
+# The cost of a byte that is written again, in FLOPs. It only decides between equations that cost equally many FLOPs.
 _FLOPS_PER_BYTE = 1e-6
 # Kinds of primitives that cost no FLOPs, because they only move or rename elements.
 _FREE_KINDS = frozenset({Kind.IDENTITY, Kind.LAYOUT, Kind.JOIN, Kind.INDEXING})
@@ -36,7 +36,7 @@ _FREE = frozenset(
 )
 # FLOPs of the Threefry rounds per 32-bit word of random bits.
 _RANDOM_BITS = 100
-# Costs are scaled to this sum. The solver stops within 1e-6 of the least objective, so that a larger budget never
+# Costs are scaled to have this sum. The solver stops within 1e-6 of the least objective, so that a larger budget never
 # repeats more FLOPs. A relative gap of 0.1% was rejected, because a small product may have 0.1% of the FLOPs.
 _ALL = 1e6
 # The price of a saved byte in FLOPs, because the byte is written and read. Without a price, copies of a saved value in

@@ -109,8 +109,8 @@ def absent_mesh_like(mesh: Mesh | AbstractMesh, topology: str, *, axes: tuple[st
     """Return a mesh of GPUs that this machine does not have, with the axes of `mesh`.
 
     `axes` has the names of the axes that divide the batch. Of two, the first gets the number of hosts as its size, and
-    the second gets what the axes outside of `axes` leave of a host's GPUs. If `axes` has any other length, only its
-    first axis is resized, so that the mesh has all GPUs. The remaining axes keep their sizes.
+    the second gets the GPUs per host, divided by the sizes of all axes that are not in `axes`. If `axes` has another
+    length, only its first axis is resized, so that the mesh has all GPUs. The remaining axes keep their sizes.
     """
     devices = absent_mesh(topology).devices.flatten()
     sizes, resized = dict(mesh.shape), axes if len(axes) == 2 else axes[:1]
@@ -209,7 +209,7 @@ class Device:
         return int(USABLE * self.memory) if memory is None else memory
 
     def fitted(self, memory: int | None) -> int:
-        """Return the bytes into which a step with `memory="auto"` is fitted; see `SCHEDULED`."""
+        """Return the bytes for a step with `memory="auto"`: `usable(memory)`, or less because of `SCHEDULED`."""
         return min(self.usable(memory), int(USABLE * SCHEDULED * self.memory))
 
     def rate(self, dtype: str) -> float:

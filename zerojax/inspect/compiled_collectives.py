@@ -44,11 +44,10 @@ class Collective:
         kind: One of `KINDS`. A start instruction and its done instruction are one collective.
         arrays: The arrays that the collective moves, in full shapes: the shape before a scatter, or after a gather.
             XLA may combine several tensors into one collective.
-        group: The devices of the first group that communicates, as numbers in the mesh. For a permute, all devices in
-            its pairs.
+        group: The devices of the first group, as numbers in the mesh. For a permute, all devices in its pairs.
         times: How often one run of the program executes the collective. None if the collective is in a loop whose trip
             count the program does not fix.
-        times_if_once: The same number, if each loop whose trip count the program does not fix has one iteration.
+        times_if_once: `times`, if each loop whose trip count the program does not fix has one iteration.
         conditional: Whether the collective is in a branch of a conditional. The branch counts as executed.
         computation: The HLO computation that contains the collective.
         name: The name of the HLO instruction.
@@ -118,7 +117,7 @@ class Volume(NamedTuple):
 
 
 class CompiledCollectives(tuple[Collective, ...]):
-    """The collectives of a compiled program, a computation's before its callees'. `print` shows a table of totals."""
+    """The collectives of a compiled program. A caller's come before those of its callees. `print` shows totals."""
 
     __slots__ = ()
 

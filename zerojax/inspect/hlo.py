@@ -46,7 +46,7 @@ class HloArray:
 
 
 class Instruction(NamedTuple):
-    """One line of HLO. `rest` is the text from the operands on. `root`: the line is the result of its computation."""
+    """One line of HLO. `rest` is its text from the operands on. `root` says whether it is a computation's result."""
 
     name: str
     opcode: str
@@ -141,7 +141,7 @@ class HloCall(NamedTuple):
 
 @dataclass(frozen=True)
 class Module:
-    """A parsed program."""
+    """A parsed program: its text, its computations by name, and the names of its entry computations."""
 
     text: str
     computations: dict[str, HloComputation]

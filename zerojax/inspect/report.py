@@ -53,7 +53,7 @@ class Report:
 
     Attributes:
         rows: One row per leaf.
-        matrices: The matrices that owners update (one device each), what this saves, and why other matrices have none.
+        matrices: The matrices that owners update (one device each), what owners save, and why others have no owner.
         groups: The sets of leaves that are updated together, with the place of their state. Empty without offload.
         misplaced: For each leaf that is not placed as planned, by path: the planned and the actual placement.
         compiled: Sentences about the compiler options of a step, if `report` was given the step.
@@ -86,7 +86,7 @@ class Report:
 
     @property
     def per_device(self) -> dict[jax.Device, int]:
-        """Return, for each device, the bytes of all parts."""
+        """Return, for each device, the bytes of all parts in the device's memory."""
         totals = Counter[jax.Device]()
         for row in self.rows:
             for place, sizes in row.stored.items():

@@ -1,7 +1,7 @@
 """Compute a lower bound on a compiled program's time, from its products' FLOPs, its kernels' bytes and its collectives.
 
-A kernel is an instruction that the device launches, such as a fusion, a product, a copy or a library call. It takes at
-least the time of its FLOPs, and at least the time of its bytes.
+A kernel is an instruction that the device launches, such as a fusion, a product, a copy or a library call. A kernel
+takes at least the time of its FLOPs, and at least the time of its bytes.
 
 References:
     Williams et al. 2009, doi 10.1145/1498765.1498785: the roofline model.
@@ -140,7 +140,7 @@ def _dot_flops(i: Instruction, operands: list[HloArray]) -> Counter[str]:
 
 
 def _convolution(i: Instruction, name: str, operands: list[HloArray]) -> Counter[str]:
-    """Return a convolution's FLOPs: two per element of the forward output and kernel element that it depends on."""
+    """Return a convolution's FLOPs: two per pair of a forward output element and a kernel element that affects it."""
     kernel, output = operands[1], i.arrays[0]
     if "BackwardFilter" in name:
         kernel, output = output, operands[1]
@@ -189,7 +189,7 @@ def _bytes_read(fused: HloComputation) -> int:
 
 
 def _bytes_written(fused: HloComputation, name: str) -> int:
-    """Return the bytes that a fused computation writes for its result `name`; for an in-place update, updated bytes."""
+    """Return the bytes that a fused computation writes for the result `name`: all, or those that an update replaces."""
     root = fused.by_name.get(name)
     if root is None:
         return 0
@@ -205,7 +205,7 @@ def _update_bytes(c: HloComputation, i: Instruction) -> int:
 
 
 def overlap(compiled: Any) -> CompiledCollectives:
-    """List the collectives of a scheduled program, with the matrix products that execute while each is in flight.
+    """List the collectives of a scheduled program, each with the number of matrix products that run meanwhile.
 
     A product is a dot or a convolution, a library call that computes either, or a fusion that contains either. The
     products of a loop are multiplied by the loop's trip count, or by 1 if the trip count is unknown. Of a conditional,

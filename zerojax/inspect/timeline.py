@@ -158,7 +158,7 @@ class Timeline:
         kernel = self.kernels[i.name]
         kind = "kernel" if not kernel.operations else "backward" if "transpose(" in i.op_name else "forward"
         seconds, slowdown = kernel.seconds(self.device), self.device.slowdown if kernel.operations else 0.0
-        # Each collective begins when it is issued or the previous one ends. So the link is busy until `link_free`.
+        # A collective begins when it is issued, or when the previous one ends. So the link is busy until `link_free`.
         begin = max(self.now, self.unslowed)
         busy, work = max(0.0, self.link_free - begin), max(0.0, seconds - (begin - self.now))
         slowed = slowdown * min(work, busy / (1 + slowdown))

@@ -51,7 +51,7 @@ MANY_PROGRAMS = (
 # The version of cuDNN that JAX is told if cuDNN is not installed. This version supports every form of attention that
 # JAX offers. XLA compiles calls of cuDNN without the library.
 CUDNN = 91400
-# Held while functions of JAX are replaced. Another thread would take a replacement for JAX's function, and restore it.
+# Held while functions of JAX are replaced. Otherwise another thread could take a replacement for JAX's own function.
 _ONE_AT_A_TIME = threading.RLock()
 
 

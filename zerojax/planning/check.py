@@ -69,8 +69,7 @@ class Check:
         activations: Bytes of all other arrays that the loss moves along the data axes, such as activations that are
             gathered, summed, exchanged or shifted.
         activations_formula: Bytes of activations that plain jit moves with replicated parameters.
-        update: Bytes that the compiler moves for the optimizer's update, without the exchanges between owners of
-            matrices.
+        update: Bytes that the compiler moves for the optimizer's update, without exchanges between owners of matrices.
         flops: FLOPs of a device's matrix products, by the type of the operands.
         flops_formula: FLOPs of plain jit's matrix products, of all types.
         hidden: Share of the collectives' bytes that overlap with matrix products. None on CPU, where nothing overlaps.
@@ -238,9 +237,9 @@ class Exchanged:
 def exchanged(found: Iterable[CollectivePiece], gradients: int, sizes: frozenset[int]) -> Exchanged:
     """Separate the collectives that the compiler added into sums of gradients and everything else.
 
-    Collectives of zerojax have labels, and are left out. The program does not say which of the other sums are sums of
-    gradients. A sum outside of the forward pass counts as one if its number of elements is in `sizes`. Any further sum
-    may join small gradients, so further sums also count, until all reductions have `gradients` elements.
+    Collectives of zerojax have labels, and are left out. The program does not say which other sums are of gradients. A
+    sum outside of the forward pass counts as a gradient's if its number of elements is in `sizes`. As XLA may also join
+    small gradients in one sum, further sums count until all reductions together have `gradients` elements.
     """
     others, sums, completing, lacking = [], [], [], gradients
     for piece in found:

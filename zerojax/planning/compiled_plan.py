@@ -268,10 +268,10 @@ def read_plan(
 
 
 def of_update(step: CompiledStep, achievable: Device, usable: int) -> tuple[float, tuple[str, ...]]:
-    """Return the seconds in which a step updates offloaded state, and, if it could be faster, a note that says how.
+    """Return the seconds in which a step updates offloaded state, and, if the step could be faster, a note on how.
 
     State crosses the link to the host in both directions at once. Chunks that stay on the device are only read from and
-    written to the device's memory. The note says how many more bytes of the state could stay there.
+    written to its memory. The note says how many more bytes could stay there. Without offloaded state: `(0.0, ())`.
     """
     if (update := step.update) is None or step.estimate is None:
         return 0.0, ()
@@ -282,7 +282,7 @@ def of_update(step: CompiledStep, achievable: Device, usable: int) -> tuple[floa
     seconds = max(streamed, (step.estimate.read + step.estimate.written) / achievable.disk)
     if offload is None or offload.optimizer != "host":
         return seconds, ()
-    # Subtract the chunks in flight, too. This is more than needed: activations are free when the update runs.
+    # Subtract the chunks in flight, too. This is more than needed: activations are freed before the update runs.
     more = min(usable - step.peak - IN_FLIGHT * max(chunks), sum(chunks) - kept)
     if more < min(chunks):
         return seconds, ()

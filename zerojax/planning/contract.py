@@ -46,7 +46,7 @@ class Contract:
     flops: int  # FLOPs of a device's matrix products
     plain: Module  # the program of plain jit
     times: int  # how often a step computes the gradient that `plain` computes once
-    update: bool  # whether the optimizer's update may move any number of bytes
+    update: bool  # whether the update may move any number of bytes, because it has products without owners
     program: WorkingSet  # the parameters that stage 3 gathers for the loss
 
 

@@ -193,11 +193,11 @@ class PlainGradient:
 
     The temporary memory of this program is the memory of activations per device, on any number of devices. Remat and
     loops are taken into account. Gradients are not included, because they are results of the program. The program is
-    smaller than a step, and is compiled once for stages 0 to 2 and once for stage 3.
+    smaller than a step. For each number of rows, it is compiled once for stages 0 to 2 and once for stage 3.
     """
 
     def __init__(self, loss: Loss, args: tuple, gpu: str | None, *, recompute: bool = False):
-        """Compile for the first local device if `gpu` is None. With `recompute`, blocks save as little as possible."""
+        """Compile for `gpu`, or, if it is None, the first local device. With `recompute`, blocks save the least."""
         self.loss, self._recompute = loss, recompute
         self.args = abstract(packed(args))
         self._mesh = Mesh(jax.devices()[:1], ("data",)) if gpu is None else absent_mesh(f"{gpu}:1")

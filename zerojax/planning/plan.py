@@ -130,8 +130,8 @@ class Planner:
     ) -> Fit:
         """Find the stage, loss, offload and batch size that fit into memory at the least time per row.
 
-        Candidates are estimated from the gradient of each loss, compiled for one GPU and each number of rows. Those
-        whose estimate exceeds the memory by more than a quarter are rejected. Others are sorted by seconds per row.
+        Candidates are estimated from each loss's gradient, compiled for one GPU and each number of rows. A candidate is
+        rejected if its estimate exceeds the memory by more than a quarter. Others are sorted by seconds per row.
         Times within 2% count as equal, and are sorted by preference: no offload, a low stage, the first loss, a small
         batch. The steps are compiled in this order, and the first that fits is chosen.
 

@@ -189,7 +189,7 @@ class Reference:
     def run(
         self, state: PlainState, steps: int, *, unit: float = 0.0, seed: int = 0
     ) -> tuple[list[PlainState], list[Snapshot]]:
-        """Return the state before each step, and each step's results. `Rounding` explains `unit`; `seed` is its key."""
+        """Return the state before each step, and each step's results. `unit` and `seed` perturb as in `Rounding`."""
         states, snapshots, rounding = [], [], Rounding(jnp.float32(unit), jax.random.key(seed))
         for _ in range(steps):
             states.append(state)

@@ -25,14 +25,14 @@ from zerojax.placement.storage import storage_forms
 from zerojax.streaming.stores import kept_on_device
 from zerojax.train.tree_api import TreeForm
 
-HOST = "host"  # the mesh axis of the hosts, if a topology has several
+HOST = "host"  # the mesh axis of a topology's hosts
 
 
 @dataclasses.dataclass(frozen=True)
 class StageEstimate:
     """The bytes per device of one stage on a number of devices.
 
-    `backward` includes sums over microbatches. At stages 0 to 2, gradients are full until they are reduced.
+    `backward` includes the sums of gradients over microbatches. At stages 0 to 2, gradients are full until reduced.
     """
 
     stage: int  # ZeRO stage
