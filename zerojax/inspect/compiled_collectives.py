@@ -117,7 +117,7 @@ class Volume(NamedTuple):
 
 
 class CompiledCollectives(tuple[Collective, ...]):
-    """The collectives of a compiled program. A caller's come before those of its callees. `print` shows totals."""
+    """The collectives of a compiled program. Calling computations come before called ones. `print` shows totals."""
 
     __slots__ = ()
 

@@ -189,7 +189,7 @@ def _bytes_read(fused: HloComputation) -> int:
 
 
 def _bytes_written(fused: HloComputation, name: str) -> int:
-    """Return the bytes that a fused computation writes for the result `name`: all, or those that an update replaces."""
+    """Return the bytes that a fused computation writes for its result `name`. An in-place update writes only a part."""
     root = fused.by_name.get(name)
     if root is None:
         return 0

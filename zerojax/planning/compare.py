@@ -259,7 +259,7 @@ def check_given(step: Step, given: dict[str, Any], stages: Sequence[int]) -> Non
 
 
 def at_stage(config: Config, stage: int) -> Config:
-    """Return `config` at `stage`, without offloads that it does not support, and with a state that keeps gradients."""
+    """Return `config` at `stage`, without unsupported offloads, and with an optimizer that stores its gradients."""
     offload = config.offload if stage else None
     if isinstance(offload, Offload) and stage != 3:
         offload = dataclasses.replace(offload, params=None)
