@@ -42,7 +42,7 @@ class LoopEqn:
     unroll: int
 
     def evaluate(self, run: Callable[[list], list], values: Sequence) -> list:
-        """Evaluate the loop on operands of other shapes, or with another body. `run` evaluates one iteration."""
+        """Evaluate the loop on `values`, whose shapes may differ from the trace. `run` evaluates one iteration."""
         sliced = self.consts + self.carry
 
         def body(carry, slices):
@@ -119,7 +119,7 @@ def is_high(atom) -> bool:
 
 
 def name_of(eqn) -> str:
-    """Return the name of the primitive of `eqn`. If the primitive is `HiPrim`, return the name that it replaces."""
+    """Return the name of the primitive of `eqn`. For `HiPrim`, return the name of the primitive that it replaces."""
     if "_prim" not in eqn.params:
         return eqn.primitive.name
     from zerojax import internals
@@ -128,7 +128,7 @@ def name_of(eqn) -> str:
 
 
 def params_of(eqn) -> dict:
-    """Return the parameters of `eqn`. If the primitive is `HiPrim`, name them as in the primitive that it replaces."""
+    """Return the parameters of `eqn`. For `HiPrim`, name the parameters as in the primitive that `HiPrim` replaces."""
     if "_prim" not in eqn.params:
         return eqn.params
     prim = eqn.params["_prim"]
@@ -161,7 +161,7 @@ def inlined_body(eqn):
 
 
 def evaluated(eqn):
-    """Return the jaxpr inside `eqn` if it is a call, a `jax.checkpoint` or a function with a custom derivative."""
+    """Return the jaxpr that a call, a `jax.checkpoint` or a function with a custom derivative evaluates, else None."""
     if name_of(eqn).startswith("custom_"):
         bodies = (params_of(eqn).get(name) for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"))
         return next((body for body in bodies if is_jaxpr(body)), None)

@@ -54,13 +54,13 @@ _SUMS_OVER_TREES = {
 
 
 def is_sum_over_tree() -> bool:
-    """Return whether the calling `Padded` is being made by a known sum over the leaves of a tree.
+    """Return whether a known sum over the leaves of a tree is making the `Padded` that calls this function.
 
-    `jax.tree.map` makes a `Padded` around the result of the mapped function, and tells it nothing about the function.
-    If the result is a scalar, it may be a sum, which zeros in the padding do not change, as in
-    `optax.chain(optax.clip_by_global_norm(1.0), zero_shard(...))`. It may also be a mean or a minimum, which the
-    padding has made wrong. So this function looks in the stack for callers that sum. An error that is raised only when
-    the `Padded` is read would miss a mean, because `jax.tree.reduce` reads the arrays directly.
+    `jax.tree.map` makes a `Padded` around the result of the mapped function. A scalar result may be a sum, which zeros
+    in the padding do not change, as in `optax.chain(optax.clip_by_global_norm(1.0), zero_shard(...))`. It may also be a
+    mean or a minimum, which the padding makes wrong. `Padded` does not see which function was mapped, so this function
+    looks in the stack for functions that sum. An error that is raised later, when the `Padded` is read, would miss a
+    mean, because `jax.tree.reduce` reads the stored arrays directly.
     """
     frame = sys._getframe(1)
     between = ("zerojax.layout.padded", "jax._src.tree", "jax.tree")  # the frames of the node and of jax.tree.map

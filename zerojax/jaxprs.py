@@ -23,9 +23,9 @@ def evaluate(
 ) -> list:
     """Evaluate an open jaxpr, equation by equation, on arrays, tracers, or other objects that `rule` understands.
 
-    `rule(eqn, values)` returns the results of one equation, or None to bind its primitive to `values`. It is called in
-    the equation's context, so that operations it traces get the equation's name scopes and source line. `literal`
-    converts the values of literals to objects that `rule` understands.
+    `rule(eqn, values)` returns the results of one equation. If it returns None, the equation's primitive is bound to
+    `values`. `rule` is called in the equation's context, so that the operations that it traces get the equation's name
+    scopes and source line. `literal` converts the values of literals to objects that `rule` understands.
     """
     env = dict(zip(compat.constvars_of(jaxpr), as_jax_values(consts), strict=True))
     env.update(zip(jaxpr.invars, args, strict=True))
@@ -69,9 +69,9 @@ def facts(eqn: Any) -> primitives.Facts:
 
 
 def is_linear(eqn: Any) -> bool:
-    """Return whether an equation can be applied to each term of a sum, in one operand or in several operands jointly.
+    """Return whether an equation is linear in an operand, or in several jointly, so that it can be applied to summands.
 
-    Rounding to integers, or to fewer bits than bfloat16 has, does not count as linear: each term would be rounded.
+    Rounding to integers, or to fewer bits than bfloat16 has, does not count as linear: each summand would be rounded.
     """
     if eqn.primitive.name == "reduce_precision":
         return eqn.params["mantissa_bits"] >= jnp.finfo(jnp.bfloat16).nmant
@@ -89,7 +89,7 @@ def inline_calls(jaxpr: Any, consts: Sequence, *args: Any, stops: Callable[[Any]
 
 
 def evaluate_remat(eqn: Any, values: Sequence, evaluate_body: Callable[[Any, Sequence, Sequence], list]) -> list:
-    """Evaluate a `jax.checkpoint` equation with its policy. `evaluate_body(jaxpr, consts, values)` runs its body."""
+    """Evaluate a `jax.checkpoint` equation, under its policy. `evaluate_body(jaxpr, consts, values)` runs the body."""
     params = compat.params_of(eqn)
     body = lambda *values: evaluate_body(*compat.opened(params["jaxpr"]), values)
     run = jax.checkpoint(body, policy=params["policy"], prevent_cse=params["prevent_cse"])
@@ -108,7 +108,7 @@ def variables_in(atoms: Iterable) -> list:
 
 
 def differentiable(dtype: Any) -> bool:
-    """Return whether values of a type have cotangents. PRNG keys have none, but other extended types do."""
+    """Return whether values of a type have cotangents: inexact types, and extended types except PRNG keys."""
     extended = jax.dtypes.issubdtype(dtype, jax.dtypes.extended)
     return not jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key) if extended else jnp.issubdtype(dtype, jnp.inexact)
 
@@ -165,7 +165,7 @@ def makes_ref(eqn: Any) -> bool:
 
 
 def reached(start: Iterable, following: Callable[[Any], Iterable]) -> dict:
-    """Return the items of `start` and all items reachable from them, as keys. `following(item)` has the next items."""
+    """Return `start` and all items that `following` reaches from it, as keys. `following(item)` has the next items."""
     found, pending = {}, list(start)
     while pending:
         item = pending.pop()
@@ -176,12 +176,11 @@ def reached(start: Iterable, following: Callable[[Any], Iterable]) -> dict:
 
 
 def makers(eqns: Iterable) -> dict:
-    """Map each variable to the equation that computes it."""
     return {var: eqn for eqn in eqns for var in eqn.outvars}
 
 
 def needed_for(eqns: Sequence, wanted: Sequence, given: Collection = ()) -> tuple[list, set]:
-    """Return the equations that compute `wanted` from `given`, and the set of `wanted` and the equations' operands."""
+    """Return the equations that compute `wanted` from `given`, and a set of `wanted` and these equations' operands."""
     reads = set(variables_in(wanted))
     needed = []
     for eqn in reversed(eqns):
@@ -207,7 +206,7 @@ def dependent_on(
     """Return the set of `variables` and all variables that depend on them.
 
     `results(eqn, reads)` returns the results of `eqn` that belong to the set. `reads` says whether any operand of `eqn`
-    belongs to the set. By default, all results of an equation that reads from the set belong to it.
+    belongs to the set. By default, all results belong to the set if `reads` is true, and otherwise none.
     """
     dependent = set(variables)
     for eqn in eqns:
@@ -219,7 +218,7 @@ def dependent_on(
 
 
 def roots_of(variables: Collection, jaxpr: Any) -> dict:
-    """Map each value that depends on `variables`, and on no other input, to the `variables` on which it depends."""
+    """Map each value that depends on some of `variables`, and on no other input, to the set of these variables."""
     roots, free = {var: {var} for var in variables}, set()
     for eqn in jaxpr.eqns:
         reads = variables_in(eqn.invars)
@@ -268,9 +267,9 @@ def _is_in(atom: Any, variables: Collection) -> bool:
 
 
 def _part_of_call(eqn: Any, concerned: Sequence[bool]) -> Any | None:
-    """Return the body of a call if only some of its operands, or results, are `concerned`. Otherwise return None.
+    """Return the body of a call into which callers must look, because `concerned` is false for an operand (or result).
 
-    Only then must callers look inside. For example, the forward-mode derivative of a call returns primals and tangents.
+    For example, primal results of a JVP's call do not depend on tangent operands. Return None in other cases.
     """
     if all(concerned) or len(eqn.outvars) < 2 or any(map(compat.is_ref, eqn.invars)):
         return None
@@ -278,7 +277,7 @@ def _part_of_call(eqn: Any, concerned: Sequence[bool]) -> Any | None:
 
 
 def split_arrays(args: Sequence) -> tuple[list, Callable]:
-    """Return the arrays in `args`, and a function that rebuilds `args` from new arrays and the old flags and names."""
+    """Return the arrays in `args`, and a function that rebuilds `args` with new arrays and the same other leaves."""
     leaves, tree = jax.tree.flatten(args)
     is_array = [isinstance(x, ARRAYS) for x in leaves]
 
@@ -290,7 +289,10 @@ def split_arrays(args: Sequence) -> tuple[list, Callable]:
 
 
 def alike_args(args: Sequence, differing: Collection[int]) -> list[bool]:
-    """Return, for each array in `args`, whether all devices have equal values. False for integers: they may be keys."""
+    """Return, for each array in `args`, whether all devices hold equal values.
+
+    False for the arguments with indices `differing`, and for integers, which may be keys that differ by device.
+    """
     return [
         i not in differing and jnp.issubdtype(x.dtype, jnp.inexact)
         for i, arg in enumerate(args)

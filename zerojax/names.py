@@ -1,8 +1,8 @@
 """Read and set the name scopes and source lines of equations.
 
-Every equation of a jaxpr has both. They become the names of operations in profiles and the lines in errors. Code that
-evaluates an equation enters the equation's context (`contexts`), as `jax.core.eval_jaxpr` does. An equation records its
-name scopes relative to its jaxpr, so the current scopes are put before the recorded ones.
+Every equation of a jaxpr has name scopes, which name its operations in profiles, and a source line, which errors show.
+Code that evaluates an equation enters the equation's context (`contexts`), as `jax.core.eval_jaxpr` does. An equation
+records its name scopes relative to its jaxpr, so the current scopes are put before the recorded ones.
 """
 
 import itertools
@@ -31,8 +31,8 @@ def is_block(eqn: Any) -> bool:
 class EquationContext(source_info_util.user_context):
     """The context of an equation.
 
-    Under `jax_debug_nans`, JAX runs a function again, one operation at a time, and raises an error that does not show
-    the user's line. So this context adds the line to the error, as a note.
+    If `jax_debug_nans` finds a NaN, JAX runs the function again, one operation at a time, and raises an error that does
+    not show the user's line. So this context adds the line to the error, as a note.
     """
 
     __slots__ = ()
@@ -48,8 +48,8 @@ class EquationContext(source_info_util.user_context):
 def contexts() -> Callable[[Any], Any]:
     """Return a function that maps an equation to the context in which to evaluate the equation.
 
-    Operations that are traced in this context get the source line of the equation. Their name scopes are those that are
-    current when `contexts` is called, followed by those of the equation. An error that is raised there shows the line.
+    Operations that are traced in the equation's context get the equation's source line. Their name scopes are those at
+    the call of `contexts`, followed by those of the equation. A `FloatingPointError` in the context shows the line.
     """
     outer, known = source_info_util.current_name_stack(), (None, None)
 
@@ -64,13 +64,13 @@ def contexts() -> Callable[[Any], Any]:
 
 
 def at(eqn, *transforms: str) -> Any:
-    """Enter the context of one equation (see `contexts`), inside the name scopes of JAX's `transforms` ("jvp")."""
+    """Enter the context of an equation (see `contexts`), inside the scopes of JAX's `transforms`, such as "jvp"."""
     info = eqn.source_info
     return EquationContext(info.traceback, name_stack=_inside(transforms, info.name_stack.stack))
 
 
 def at_end(jaxpr, outer: Sequence, *transforms: str) -> Any:
-    """Enter the context of a jaxpr's last equation, as `at` does, inside the scopes `outer`."""
+    """Enter the scopes `transforms` and `outer`, and inside of them the context of the jaxpr's last equation."""
     if not jaxpr.eqns:
         return in_scopes(outer, *transforms)
     info = jaxpr.eqns[-1].source_info
@@ -78,7 +78,7 @@ def at_end(jaxpr, outer: Sequence, *transforms: str) -> Any:
 
 
 def in_scopes(scopes: Sequence, *transforms: str) -> Any:
-    """Enter name scopes, as `scopes_of` returns them, inside the name scopes of JAX's `transforms`."""
+    """Enter `scopes`, which are as `scopes_of` returns them, inside the name scopes of JAX's `transforms`."""
     return source_info_util.set_name_stack(_inside(transforms, scopes))
 
 
@@ -119,7 +119,7 @@ def with_scopes(eqn, scopes: Sequence) -> Any:
 
 
 def joined_scopes(scopes: Sequence) -> Any:
-    """Join name scopes into one scope. Its name is their names, joined by "+"."""
+    """Join name scopes into one scope, and their names with "+"."""
     first, *others = scopes
     return type(first)("+".join(scope.name for scope in scopes)) if others else first
 

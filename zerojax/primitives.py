@@ -2,8 +2,8 @@
 
 A primitive has one `Kind`, and further facts that cut across the kinds. `jaxprs.facts(eqn)` returns the facts about the
 primitive of an equation. The table has the names of all supported versions of JAX. Nothing is assumed about a primitive
-that is not in the table. A test compares the table with the primitives that the installed JAX registers. For each new
-one, decide: give it a kind, or list it in the test as unknown.
+that is not in the table. A test compares the table with the primitives that the installed JAX registers. Give each new
+primitive a kind, or list it in the test as unknown.
 """
 
 import dataclasses
@@ -147,11 +147,11 @@ class Facts:
     """What is known about one primitive. With the defaults, nothing is known."""
 
     kind: Kind = Kind.UNKNOWN
-    linear: bool = False  # in each operand, if the others are constant; `div` is linear in its first operand
+    linear: bool = False  # in each operand, if the others are constant; `div` is linear only in its first operand
     jointly_linear: slice = dataclasses.field(default_factory=lambda: slice(0))  # see `_JOINTLY`
     zero_at_zero: bool = False  # an elementwise result is zero wherever all operands are zero
     is_view: bool = False  # the result has the operand's elements, and XLA writes no new array
-    # what a reduction or scatter does with elements in any order: "sum", "max", "min", "prod", "and", "or" or "xor"
+    # how a reduction or scatter combines elements, in any order: "sum", "max", "min", "prod", "and", "or" or "xor"
     reduction: str | None = None
     rounds: bool = False  # floats are rounded to integers
     draws: bool = False  # random numbers are computed
@@ -176,7 +176,7 @@ class Facts:
 
     @property
     def is_opaque(self) -> bool:
-        """Return whether the compiler cannot divide the primitive, because it does not know what is computed."""
+        """Return whether the compiler cannot see what the primitive computes, and so cannot divide the computation."""
         return self.kind in (Kind.KERNEL, Kind.FOREIGN, Kind.CALLBACK)
 
 

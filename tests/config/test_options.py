@@ -78,7 +78,7 @@ def test_an_unknown_stage(stage):
         (lambda: config(2, params_axis=("gpu",)), ValueError, "needs stage 3: stage 2"),
         (lambda: config(params_axis=("gpu",), shard_axis=("gpu",)), ValueError, "Give one of them"),
         (lambda: config(params_axis=("gpu",), offload=BOTH), ValueError, "shards a parameter like its optimizer state"),
-        (lambda: Tuning(prefetch=-1), ValueError, "prefetch counts uses and must be at least 0"),
+        (lambda: Tuning(prefetch=-1), ValueError, "prefetch counts groups and must be at least 0"),
         (lambda: Tuning(bucket_bytes=-1), ValueError, "bucket_bytes=-1 is no size of at least 0 bytes"),
         (lambda: Tuning(reshard_after_forward=8), TypeError, "reshard_after_forward is True or False, not 8"),
         (lambda: Tuning(shard_axis=("gpu", "gpu")), ValueError, "each only once"),

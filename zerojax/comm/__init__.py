@@ -1,6 +1,6 @@
 """The mesh, every collective that zerojax writes, and messages between processes.
 
-Every step, in reading order:
+Loaded by every step, in reading order:
     mesh                 chooses the mesh, moves arrays between Explicit and Auto axes, and has zerojax's `shard_map`
     manual               gathers and reduces leaves in buckets, inside a `shard_map`, and orders operations
     collectives          does the same outside of a `shard_map` (global view): the methods that the engine calls

@@ -40,15 +40,16 @@ UPDATE = "zerojax_update"  # the name scope of the optimizer's update
 class Collectives(ManualCollectives):
     """Collectives outside of any `shard_map`. A shard is a global array in storage shape.
 
-    A gradient has one of these shapes:
+    The class inherits from the collectives of one device, because its methods run outside of a `shard_map`, and call
+    the base class's methods inside of it. A gradient has one of these shapes:
 
-    - `(*logical)`: summed by the compiler;
-    - `(workers, *logical)`, divided on dim 0: one partial sum per worker (`partial_sums`);
-    - `(groups, *storage)`: reduced within each group of devices that holds all shards;
-    - `(*storage)`: reduced.
+    - `(*logical)`: the compiler has summed it;
+    - `(workers, *logical)`: one partial sum per worker, divided on dim 0 (`partial_sums`);
+    - `(groups, *storage)`: it is reduced within each group of devices that holds all shards;
+    - `(*storage)`: it is reduced completely.
 
     Attributes:
-        mesh: The mesh, with Auto axes. None if all values are of one worker, as in device view.
+        mesh: The mesh, with Auto axes. None if all values belong to one worker, as in device view.
     """
 
     mesh: Any = dataclasses.field(default=None, kw_only=True)
@@ -102,17 +103,17 @@ class Collectives(ManualCollectives):
         return [reduced[i] if i in reduced else to_storage(self.mesh, cast(x), leaf) for i, (x, leaf) in pairs]
 
     def is_across(self, leaf: Leaf) -> bool:
-        """Return whether the backward pass must also reduce a leaf's gradient across groups (hybrid sharding)."""
+        """Return whether the backward pass must also reduce a gradient across groups of devices (hybrid sharding)."""
         return not self.defers and bool(self.across(leaf))
 
     def experts(self, leaves: Iterable[Leaf]) -> dict[int, tuple[str, ...]]:
-        """Map the index of each expert's leaf to the data axes over which its gradient is summed; see `expert_axis`."""
+        """Map the index of each expert's leaf to the data axes over which the leaf's gradient is summed."""
         named = ({*axes_of(leaf.others)} for leaf in leaves)
         rest = (tuple(axis for axis in self.axes if axis not in names) for names in named)
         return {i: axes for i, axes in enumerate(rest) if len(axes) < len(self.axes)}
 
     def _without_summands(self, grads: Sequence[Array], leaves: Sequence[Leaf]) -> list[Array]:
-        """Sum an expert's partial sums here if the leaf has no sharded dim, or if there is not one sum per device."""
+        """Add up an expert's partial sums if the leaf has no sharded dim, or if there is not one sum per device."""
         grads = list(grads)
         for i, axes in self.experts(leaves).items():
             devices = math.prod(self.mesh.shape[axis] for axis in axes)
@@ -122,7 +123,7 @@ class Collectives(ManualCollectives):
         return grads
 
     def grad_shape(self, leaf: Leaf) -> tuple[int, ...]:
-        """Return a gradient's shape after the backward pass. With `defers`, hybrid sharding adds a dim of groups."""
+        """Return a gradient's shape after the backward pass. With `defers`, hybrid sharding adds a dim for groups."""
         groups = math.prod(self.mesh.shape[axis] for axis in self.across(leaf))
         return (groups, *leaf.storage_shape) if self.defers and groups > 1 else leaf.storage_shape
 
@@ -162,7 +163,7 @@ class Collectives(ManualCollectives):
         return list(self._mapped(fn, [*map(spec, dims)], [*map(spec, out_dims)])(*values))
 
     def own_part(self, shard: Array, leaf: Leaf) -> Array:
-        """Return what this device keeps of a gradient's complete shard: a part, if gradients are sharded further."""
+        """Return the part of a gradient's complete shard that this device keeps: in global view, all of it."""
         return shard
 
     def divided(self, x: Array, dim: int, extent: int, axes: tuple[str, ...]) -> Array:
@@ -188,7 +189,7 @@ class Collectives(ManualCollectives):
         return partial_sums.evaluate_backward(closed, values, options, grads=grads, rows=rows, experts=experts)
 
     def on_own_rows(self, closed: Any, rows: Sequence[RowDims]) -> Any:
-        """Return a jaxpr whose kernels run on each device's rows. `rows` says which dim of each argument holds rows."""
+        """Return a jaxpr whose kernels run on each device's rows, if possible. `rows` has the arguments' row dims."""
         if self._workers == 1 or not jaxprs.has_kernel(compat.opened(closed)[0]):
             return closed
         from zerojax.comm import own_rows
@@ -225,7 +226,7 @@ class Collectives(ManualCollectives):
         return compat.add_cotangents(self.like(a, b), self.like(b, a))
 
     def add_use(self, total: Array | None, grad: Array) -> Array:
-        """Add the gradient of one more use to `total`, in a wide type. The first gradient is returned unchanged."""
+        """Add the gradient of one more use to `total`, in the type `sum_dtype`. If `total` is None, return `grad`."""
         if total is None:
             return grad
         wide = self.sum_dtype(grad.dtype)

@@ -39,7 +39,7 @@ class ManualCollectives:
     Attributes:
         axes: The data axes, which divide the rows of the batch. Gradients are summed over these axes. A leaf is sharded
             over some or all of them.
-        bucket_bytes: The limit on the logical bytes of the sharded leaves in one bucket. If 0, every leaf is alone.
+        bucket_bytes: The size limit of a bucket of sharded leaves, in logical bytes. 0: each leaf has its own bucket.
         reduce_dtype: The floating type in which gradients are summed over the devices. None: the type of each gradient.
         wire: The formats in which leaves are sent quantised. None: no leaf is quantised.
         defers: Whether the caller of the backward pass, instead of the pass itself, calls `reduce_across`.
@@ -74,8 +74,8 @@ class ManualCollectives:
     ) -> list[Shaped[Array, "*logical"]]:
         """Gather shards into full arrays, in logical shape. A replicated leaf is returned unchanged.
 
-        `exposed` says that only the block that reads these leaves can hide their gathers. The block begins when its
-        first leaves have arrived, so exposed buckets are smaller.
+        With `exposed`, only the block that reads these leaves can hide their gathers. The block begins when its first
+        leaves have arrived, so the buckets are smaller.
         """
         results = list(shards)
         for bucket in self._buckets(shards, leaves, exposed):
@@ -90,7 +90,7 @@ class ManualCollectives:
     ) -> list[Shaped[Array, "*local"]]:
         """Sum each gradient over the axes of its leaf, and return its shard, with zeros in the padding.
 
-        The gradient of a replicated leaf is all-reduced over all workers. Results have the type that was reduced.
+        The gradient of a replicated leaf is all-reduced over all workers. Results have the type `reduced_dtype`.
         """
         return self._reduced([grad.astype(self.reduced_dtype(grad.dtype)) for grad in grads], leaves, exposed=exposed)
 
@@ -171,7 +171,7 @@ class ManualCollectives:
 def barrier(anchor: Sequence[Array], *groups: Sequence[Array]) -> tuple[list[Array], list[list[Array]]]:
     """Return `anchor` and `groups` after one optimization barrier: no array can be read before all are computed.
 
-    XLA's schedulers keep no other order. If the anchor is empty, or all groups are empty, there is no barrier.
+    XLA keeps only this order and data dependence. If `anchor` or all of `groups` are empty, there is no barrier.
     """
     if not anchor or not any(groups):
         return list(anchor), [list(group) for group in groups]
@@ -195,7 +195,7 @@ def buckets_of(arrays: Sequence[Array], leaves: Sequence[Leaf], limit: int) -> l
 
     - Flat leaves share a bucket.
     - Consecutive sharded leaves share a bucket of up to `limit` logical bytes.
-    - A replicated leaf is alone. So is a leaf that other mesh axes divide, because packing would gather it over them.
+    - A replicated leaf is alone. So is a leaf that other mesh axes divide, because packing would gather the leaf.
     """
     found: list[list[int]] = []
     filled: dict = {}

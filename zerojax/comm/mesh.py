@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 def resolve_mesh(mesh: Mesh | None, axes: tuple[str, ...]) -> Mesh:
-    """Check `mesh`, whose GPUs may be absent here, and return it. None: return a mesh of all devices on one axis."""
+    """Check `mesh`, whose devices may be absent here, and return it. If it is None, put all devices on one axis."""
     if mesh is None:
         if len(axes) > 1:
             raise ValueError(
@@ -87,8 +87,8 @@ def batch_sharding(mesh: Mesh, data: DataMesh) -> NamedSharding:
 
 
 def owned(x: Any) -> Any:
-    # `jax.device_put` may share the memory of a NumPy array, even with `may_alias=False`, or read it after the call. So
-    # a caller that then writes to its array would change values that were placed before.
+    # `jax.device_put` may share the memory of a NumPy array, even with `may_alias=False`, or read it after the call.
+    # Without this copy, a caller that writes to its array later would change values that were placed before.
     return np.array(x) if isinstance(x, np.ndarray) else x
 
 
@@ -109,7 +109,7 @@ def wait_if_simulated(mesh: Mesh, arrays: Any) -> Any:
 def mapped(fn: Callable, *, mesh: Mesh, in_specs: Any, out_specs: Any, axis_names: set[str]) -> Callable:
     """Map a function over shards, as `jax.shard_map` does with these arguments and `check_vma=False`.
 
-    The plain `shard_map` is used if the call is differentiated or batched by `vmap`, or if `fn` creates a `jax.Ref`.
+    A primitive hides the `shard_map` from `checkify`, unless `fn` is differentiated or batched, or makes a `jax.Ref`.
     """
     over_shards = jax.shard_map(
         fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=axis_names, check_vma=False
@@ -169,7 +169,7 @@ mlir.register_lowering(mapped_p, mlir.lower_fun(_evaluate, multiple_results=True
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["value"], meta_fields=["spec"])
 @dataclasses.dataclass(frozen=True)
 class Typed:
-    """A leaf on the Auto mesh, with the sharding that its type names on the caller's mesh."""
+    """A leaf on the Auto mesh, with the sharding that the leaf's type named on the caller's mesh."""
 
     value: Any
     spec: PartitionSpec
@@ -198,9 +198,9 @@ def on_auto_mesh(
 ) -> Any:
     """Call `fn(*args)` on the Auto mesh, and return the results on the caller's mesh.
 
-    If `mesh` is None, the first argument that has a mesh decides. `shardings` is a function of the results that returns
-    their shardings or specs, as a tree or a tree prefix. Traced results need it, except `Typed` ones, because their
-    types do not say how Auto axes divide them.
+    If `mesh` is None, the mesh is that of the first argument that has one. `shardings(results)` returns shardings or
+    specs, as a tree or a tree prefix. They are needed only for traced results, whose types do not say how Auto axes
+    divide the results, unless the results are wrapped in `Typed`.
     """
     mesh = mesh or next((m for x in jax.tree.leaves(args) if isinstance(m := mesh_of(x), Mesh)), None)
     if mesh is None:
@@ -212,9 +212,9 @@ def on_auto_mesh(
 
 @contextlib.contextmanager
 def auto_context(mesh: Mesh | None = None) -> Iterator[None]:
-    """Enter a context without Explicit axes or any mesh but `mesh`. Traced code gives `mesh`. Also a decorator.
+    """Enter a context without Explicit axes and without another mesh than `mesh`. Traced code must give `mesh`.
 
-    A library may have called `jax.set_mesh` on import, and no `shard_map` accepts another mesh than the context's.
+    A library may have called `jax.set_mesh`, and a `shard_map` accepts no mesh but the context's. Also a decorator.
     """
     context = jax.sharding.get_abstract_mesh()
     other = mesh is not None and not context.manual_axes and context.shape_tuple not in ((), mesh.shape_tuple)
@@ -267,7 +267,7 @@ def is_explicit(x: Any) -> bool:
 
 
 def moved(x: Any, mesh: Any, spec: PartitionSpec) -> Any:
-    """Move a leaf to another mesh of the same devices. `spec` is the new sharding of a traced array."""
+    """Move a leaf to another mesh of the same devices. A traced array gets the sharding `spec`, others keep theirs."""
     if isinstance(x, jax.core.Tracer):
         return jax.sharding.reshard(x, NamedSharding(mesh.abstract_mesh, spec))
     old = x if isinstance(x, NamedSharding) else x.sharding

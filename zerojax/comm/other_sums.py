@@ -1,7 +1,7 @@
 """Find sums over rows that are not matrix products, and sums over the workers in a user's `jax.shard_map`.
 
 A parameter that every worker has in full enters the user's `shard_map` undivided. JAX then ends the computation of its
-gradient in the transposed `shard_map` with a `psum` over the data axes, so every worker would have the whole sum.
+gradient in the transposed `shard_map` with a `psum` over the data axes, which gives every worker the whole sum.
 `unreduced` leaves this `psum` out, so that partial sums remain.
 """
 
@@ -21,7 +21,7 @@ from zerojax.primitives import Kind
 
 
 def contracted(eqn: Any) -> list[tuple[int, int]]:
-    """Return the pairs of dims over which a product sums, and which the workers can divide between them."""
+    """Return the pairs `(lhs dim, rhs dim)` that a product contracts and that the workers can divide."""
     name, params = eqn.primitive.name, eqn.params
     if name == "dot_general":
         return [*zip(*params["dimension_numbers"][0], strict=True)]
@@ -38,7 +38,7 @@ def contracted(eqn: Any) -> list[tuple[int, int]]:
 
 
 def scattered(eqn: Any, row_dims: Sequence[Places]) -> tuple[Place | None, ...] | None:
-    """Return the places of the rows in the operands of a scatter-add into zeros that sums over rows, or None."""
+    """Return the places of the rows in a scatter-add's operands if it sums over rows into zeros, otherwise None."""
     _, indices, updates = row_dims
     numbers = eqn.params["dimension_numbers"]
     place = next(iter({*indices.places} or {*updates.places}), None)
@@ -64,9 +64,9 @@ def assumed(eqn: Any, row_dims: Sequence[RowDims]) -> Iterator[list[Places]]:
 def unreduced(eqn: Any, values: Sequence, wanted: Mapping[int, tuple[str, ...]]) -> tuple[list, frozenset[int]] | None:
     """Evaluate a `shard_map`, and leave out the sums over the data axes that compute the results `wanted`.
 
-    `wanted` maps the index of a result to its data axes: all of them, or those that do not divide an expert. Only
+    `wanted` maps the index of a result to the data axes to sum over: all, or those that do not divide an expert. Only
     gradients may depend on such a result, and only linearly. Return `(results, found)`, where `found` has the indices
-    of results that now have a leading dim, with one partial sum per worker. Return None if there is no such sum.
+    of results that now have a leading dim, with one partial sum per worker. Return None if no sum can be left out.
     """
     params = eqn.params
     jaxpr, consts = compat.opened(params["jaxpr"])
@@ -93,9 +93,9 @@ def unreduced(eqn: Any, values: Sequence, wanted: Mapping[int, tuple[str, ...]])
 
 
 def _chain(atom: Any, made: dict, axes: tuple[str, ...]) -> tuple[Any, list] | None:
-    """Return `(summand, equations)` if `atom` is a sum over the workers, to which linear equations are applied.
+    """Return `(summand, equations)` if a `psum` over the workers and then linear equations compute `atom`, else None.
 
-    The sum is the first equation. Each later one has one array as operand.
+    The first equation is the `psum` of the summand. Each later equation has one array as operand.
     """
     chain: list = []
     while not compat.is_literal(atom) and (eqn := made.get(atom)) is not None:
@@ -121,7 +121,7 @@ def _is_float(eqn: Any) -> bool:
 
 
 def _applied(chain: Sequence, x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Sum `x` over the axes of the first equation that are not in `axes`, and apply the other equations to it."""
+    """Sum `x` over the axes of the first equation that are not in `axes`, and apply the other equations to the sum."""
     remaining = tuple(axis for axis in chain[0].params["axes"] if axis not in axes)
     x = lax.psum(x, remaining) if remaining else x
     for eqn in chain[1:]:
@@ -134,7 +134,7 @@ def _applied(chain: Sequence, x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 def local_sizes(sizes: jax.Array, extent: int, axes: tuple[str, ...]) -> jax.Array:
     """Return how many of this worker's rows are in each group of a `ragged_dot`, whose rows are sorted by group.
 
-    `sizes` counts the rows of all workers in each group, and `extent` the rows of one worker.
+    `sizes` counts the rows of all workers in each group. `extent` is the number of rows of one worker.
     """
     ends = jnp.cumsum(sizes)
     first = (lax.axis_index(axes) * extent).astype(ends.dtype)

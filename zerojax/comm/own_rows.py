@@ -1,7 +1,7 @@
 """Run bare Pallas kernels on each device's own rows, if `dims.kernels` proves that their rows are independent.
 
 The compiler cannot divide a kernel. Without a proof, every device gathers and runs all rows of a kernel that is not in
-a `shard_map`, and a warning says so. It names the user's line, so Python shows it once per line.
+a `shard_map`, and a warning says so. The text names the user's line, so Python warns once per line.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _BODIES = ("jaxpr", "branches", "call_jaxpr")
 
 
 def on_own_rows(closed: Any, given: Sequence[RowDims], comm: Any) -> Any:
-    """Return a jaxpr whose kernels run on each device's rows where that is proved, given the arguments' row dims.
+    """Return a jaxpr whose kernels run on each device's own rows, where `dims.kernels` proves that this is right.
 
-    The result is open or closed, as `closed` is. `comm` is a `Collectives`, which imports this module.
+    `given` has the row dims of the arguments. The result is open or closed, as `closed` is. `comm` is a `Collectives`.
     """
     jaxpr, consts = compat.opened(closed)
     found = comm.follower.row_dims(jaxpr, given)

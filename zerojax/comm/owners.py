@@ -3,8 +3,8 @@
 Matrices of one shape form a stack. In storage, device r has slice r of every matrix. One all-to-all sends the slices
 to the owners, so that each owner has some whole matrices. Another all-to-all sends the results back.
 
-If there are fewer matrices than devices, each owner consists of several devices. They are neighbours in the mesh, so
-they are in one host. Each device has a slice of the owner's matrix, and the compiler divides the products among them.
+If there are fewer matrices than devices, each owner consists of several devices. These are neighbours in the mesh,
+so they are in one host. Each has a slice of the owner's matrix, and the compiler divides the products among them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ EXCHANGE = "zerojax_all_to_all["  # in the name of each operation that sends mat
 class Owners:
     """The owners that the devices of some mesh axes form.
 
-    There is one owner per position along `axes`. Its devices lie along `within`, which follows `axes` in the mesh.
+    There is one owner per position along `axes`. The owner's devices lie along `within`, after `axes` in the mesh.
     """
 
     mesh: Mesh
@@ -72,10 +72,10 @@ class Owners:
     ) -> tuple[list[Array], list[Array]]:
         """Apply a function to each item of a stack. Each owner computes its own items.
 
-        The function is `fn(*arrays, *small, *shared) -> [*outs, *small_outs]`, of one item in logical shapes. An entry
-        of `arrays` is a list of stacks in storage shape, which are joined to one stack. `small` arrays have one entry
-        per item, and `shared` are the same for all items. `leaves` and `outs` have the layouts of one item. Results are
-        stacks. The first ones are sharded as `outs` says, and the small ones are replicated.
+        `fn(*arrays, *small, *shared)` computes one item, in logical shapes, and returns `[*outs, *small_outs]`. Here,
+        an entry of `arrays` is a list of stacks in storage shape, which are joined to one stack. Arrays in `small` have
+        one entry per item, and arrays in `shared` are the same for all items. `leaves` and `outs` have the layouts of
+        one item. Return `(outs, small_outs)` as stacks. `outs` are sharded, and `small_outs` replicated.
         """
         items = sum(x.shape[0] for x in arrays[0])
         slots = -(-items // self.count)
@@ -123,10 +123,11 @@ class Owners:
         return self._everywhere(local, (self._owned(leaves),), [self._stored(leaf) for leaf in leaves])(list(results))
 
     def _exchange(self, rows: list[Array], *, back: bool) -> list[Array]:
-        """Send entry i of each array `(owners, slots, ...)` to owner i, or back, with one all-to-all per element type.
+        """Send entry i of each array `(owners, slots, ...)` to owner i, with one all-to-all per element type.
 
         If an owner has several devices, each device must get neighbouring slices of a matrix. An all-to-all over `axes`
         alone takes slices from devices that are `each` positions apart. So slices are first permuted among all devices.
+        `back` undoes the exchange and the permutation.
         """
         shapes = [x.shape if back else (self.count, -1, *x.shape[1:]) for x in rows]
         flat = [x.reshape(self.count, -1) for x in rows]

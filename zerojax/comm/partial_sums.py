@@ -7,7 +7,7 @@ The reduction is then a separate step, as in device view. Linear operations afte
 
 The result is right for any model and any divided dim, because a sum equals the sum of its parts. The divided dim only
 decides how many bytes move. It should hold the rows of the batch, which `zerojax.dims` finds or guesses in each value.
-If nothing is known, any summed dim is divided whose size allows it. Sums over other dims are left to the compiler.
+If nothing is known, the first summed dim whose size allows it is divided. Other sums are left to the compiler.
 """
 
 import dataclasses
@@ -77,8 +77,8 @@ def evaluate_backward(
     """Evaluate a backward pass, a closed jaxpr, and leave gradients as partial sums `(workers, *shape)` where possible.
 
     An argument that the pass only adds to gradients may be a `PartialSum`. `grads` has the indices of the results that
-    are gradients of parameters. `experts` maps the indices of experts' gradients to the axes over which these are
-    summed. `rows` says which dims of each argument hold the rows of the batch.
+    are gradients of parameters. `experts` maps the indices of experts' gradients to the axes over which to sum these.
+    `rows` says which dims of each argument hold the rows of the batch.
     """
     (jaxpr, consts), workers = compat.opened(backward), workers_of(how.mesh, how.axes)
     if workers == 1:  # Every sum is complete.
@@ -135,12 +135,12 @@ def evaluate_backward(
 def _replicate_sums(
     jaxpr: Any, results: list, grads: Sequence[int], row_dims: Sequence[RowDims], how: BackwardOptions
 ) -> None:
-    """Replicate the gradients that are computed from parameters alone. Warn about those whose rows are not found.
+    """Replicate gradients that are computed from parameters alone. Warn about gradients whose rows are not found.
 
-    Such a gradient is equal on all workers. If it were not replicated over them, the compiler would divide the
-    operations that compute it as its shards are divided. Padding makes shards uneven. XLA then aborts on the gradient
-    of a sort, and computes wrong gradients of an index past the end and of a window maximum. Other mesh axes stay
-    unconstrained. A sharding constraint instead would not leave them free.
+    A gradient that is computed from parameters alone is equal on all workers. Without replication, the compiler would
+    divide the operations that compute it like its shards, which padding makes uneven. On uneven shards, XLA aborts at
+    the gradient of a sort, and computes wrong gradients of an index past the end and of a window maximum. Unlike a
+    sharding constraint, the `shard_map` leaves other mesh axes unconstrained.
 
     The barrier separates the slice that takes a device's shard from the operations before it. Before jax 0.12, XLA
     merges two slices, and clamps their indices as if there were one slice.
@@ -212,10 +212,10 @@ def _added_up(loop: compat.LoopEqn, grads: Sequence[int]) -> list[int]:
 
 
 def _only_of(jaxpr: Any, grads: Sequence[int], has_rows: Callable[[Any], bool] = lambda _: False) -> set:
-    """Return the variables that may be partial sums: they affect only the results in `grads`, and these linearly.
+    """Return the variables that may be partial sums: they affect only results with indices `grads`, and linearly.
 
     Leave out a sum over the rows that is added to every row again, as in the backward pass of a mean over the batch. If
-    it were a partial sum, so would be everything that reads it, and each worker would compute all rows.
+    that sum were partial, everything that reads the sum would be partial, too, and each worker would compute all rows.
     """
     uses, _ = jaxprs.uses_of(jaxpr)
     wanted = set(jaxprs.variables_in(jaxpr.outvars[i] for i in grads))
@@ -306,8 +306,8 @@ def _divided(eqn, row_dims: Sequence[RowDims], result: RowDims, zeros: set, work
     """Return the places of the rows in the operands of `eqn` if `eqn` sums over the rows, and otherwise None.
 
     If some places are unknown, assume the places in the known operands, or else the first summed dim whose size fits.
-    If this dim holds no rows, the compiler moves the operands. But without partial sums, the compiler would all-reduce
-    the gradient, in the gradient's type and once per microbatch.
+    If the assumed dim holds no rows, the compiler moves the operands. Without an assumption, the compiler would instead
+    all-reduce the gradient, in the gradient's type and once per microbatch.
     """
     # The group sizes of a `ragged_dot` count all rows.
     operands = row_dims[:2] if eqn.primitive.name == "ragged_dot_general" else row_dims

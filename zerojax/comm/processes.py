@@ -81,7 +81,7 @@ def is_of_all(mesh: Mesh) -> bool:
 
 @functools.cache
 def rank() -> tuple[int, int]:
-    """Return this process's index and the number of processes. Cached: at exit, JAX would start its backend again."""
+    """Return this process's index and the number of processes, cached for the exit, when JAX has no backend."""
     return jax.process_index(), jax.process_count()
 
 
@@ -101,7 +101,7 @@ class Events:
     def calling(self, name: str, mesh: Mesh) -> Iterator[Call]:
         """Count a call, and yield its `Call`, whose `result` the caller sets. All processes must give the same name.
 
-        The call computes on `mesh`. If any process has no devices of `mesh`, the call is not counted.
+        The call computes on `mesh`. It is counted only if there are several processes, all with devices of `mesh`.
         """
         call = self.begin(name, watched=True) if is_of_all(mesh) else Call(-1, name)
         try:
@@ -111,7 +111,7 @@ class Events:
             raise
 
     def begin(self, name: str, *, watched: bool = False) -> Call:
-        """Count a call, if this thread made the first one. Calls of other threads have no fixed order to compare."""
+        """Count a call if this thread made the first one. Other threads' calls get -1: they have no fixed order."""
         if self._thread is None:
             self._thread = threading.get_ident()
             self._start()
@@ -123,7 +123,7 @@ class Events:
         return call
 
     def limit(self, call: Call, seconds: float | None, *, ends: bool) -> None:
-        """Watch a call: if it is not done `seconds` after the previous one, say so, and end the process if `ends`."""
+        """Watch a call: if it has not ended `seconds` after the previous one, say so, and end the process if `ends`."""
         if seconds is None:
             return
         call.limit, call.ends = seconds, ends
@@ -156,7 +156,7 @@ class Events:
         return [(call.number, call.name) for call in list(self._calls)]
 
     def _watch(self) -> None:
-        """Watch calls, publish them, and read notices of others, until the process ends. Runs in a thread."""
+        """Watch calls, publish them, and read other processes' notices, until the process ends. Runs in a thread."""
         waited, slept, before = 0.0, 0.0, time.monotonic()
         while not self._at_end.wait(TICK_S):
             now = time.monotonic()
@@ -175,7 +175,7 @@ class Events:
                     self._heed(failures())
 
     def _say_late(self, call: Call) -> None:
-        """Print what is known about a call that takes too long, and end the process if the call `ends` it."""
+        """Print what is known about a call that takes too long, and end the process if `call.ends` is true."""
         (index, count), name = rank(), call.name.partition(" with ")[0]
         within = f"{'timeout=' if call.ends else ''}{call.limit:g} s"
         said = [say(f"{name} did not end within {within} on process {index} of {count}.")]
@@ -217,7 +217,7 @@ class Events:
             leave(1, say(difference))
 
     def _at_exit(self) -> None:
-        """End together with the other processes, or alone if one is dead, because JAX would wait for the dead one."""
+        """End together with the other processes, or alone if one is dead, because JAX's shutdown would wait."""
         error = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
         try:
             if coordination_client() is not None:
@@ -248,7 +248,7 @@ class Events:
             time.sleep(0.1)
 
     def _end_badly(self, text: str) -> None:
-        """Wait a limited time until the other processes end, too. JAX's shutdown would wait for dead ones."""
+        """Wait a limited time for the other processes to end, and then end: JAX's shutdown would wait for dead ones."""
         (index, count), before = rank(), _of_others(STATE)
         give_notice(1, text)
         begun = time.monotonic()
@@ -273,7 +273,7 @@ def failures() -> dict[int, dict[str, Any]]:
 
 
 def give_notice(status: int, text: str, *, leaves: bool = False) -> None:
-    """Tell the other processes that this process ends, and why; with a status of 0, without an error.
+    """Tell the other processes that this process ends, and why. A `status` of 0 means that there was no error.
 
     `leaves` says that this process ends at once, so that the others must not wait for it in JAX's shutdown.
     """
@@ -296,7 +296,6 @@ def period() -> float:
 
 
 def say(text: str) -> str:
-    """Print a line on stderr, and return its text."""
     print(f"zerojax: {text}", file=sys.stderr, flush=True)
     return text
 
@@ -327,7 +326,7 @@ EVENTS = Events()  # one per process, like the client of the coordination servic
 class Processes:
     """The processes of the run, of which this one is `index`.
 
-    An `error` is raised if a process does not answer within `timeout` seconds, or if `agree` gets a failure.
+    An exception of type `error` is raised if a process does not answer in `timeout` seconds, or `agree` gets a failure.
     """
 
     def __init__(self, purpose: str, timeout: float | None = None, *, call: Any = None, error: Any = TimeoutError):

@@ -10,7 +10,7 @@ from zerojax import compat
 
 
 def with_inner_jaxprs(eqn, new: dict[int, Any]) -> Any:
-    """Replace jaxprs in the parameters of `eqn`. `new` has them by the old ones' `id`. None: JAX allows no change."""
+    """Replace each open jaxpr in the parameters of `eqn` by `new[id(jaxpr)]`, if given. Return None for a `HiPrim`."""
     if "_prim" in eqn.params:
         return None
 
@@ -27,7 +27,7 @@ def with_inner_jaxprs(eqn, new: dict[int, Any]) -> Any:
 
 
 def in_force(eqn):
-    """Return `eqn` as if it had been traced on the current mesh. The rest of its context is unchanged."""
+    """Return `eqn` as if it had been traced on the current mesh. The rest of the equation's context is unchanged."""
     mesh = jax.sharding.get_abstract_mesh()
     with eqn.ctx.manager, jax.sharding.use_abstract_mesh(mesh):
         return eqn.replace(ctx=type(eqn.ctx)())
@@ -52,13 +52,13 @@ def shard_map_of(eqn, fn: Callable, **options: Any) -> Callable:
 
 
 def mesh_of_calls() -> Any:
-    """Return the mesh that a call of `jax.jit` would record if it were traced here, or None."""
+    """Return the mesh that a call of `jax.jit` would record if it were traced here. None: no mesh."""
     (call,) = compat.opened(jax.make_jaxpr(jax.jit(lambda: 0.0))())[0].eqns
     return call.params.get("ctx_mesh")
 
 
 def like(closed, other):
-    """Return `closed`, as an open jaxpr if `other` is open, so that it can replace `other` in an equation."""
+    """Return `closed`, opened if `other` is an open jaxpr, so that the result can replace `other` in an equation."""
     if isinstance(other, core.ClosedJaxpr):
         return closed
     jaxpr, consts = compat.opened(closed)

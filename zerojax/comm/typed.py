@@ -51,7 +51,7 @@ class TypedLoss:
     loss: Any
 
     def call(self, params: PyTree, mutable: PyTree, batch: PyTree, args: tuple) -> Any:
-        """Call the loss (`Loss.call`) on arguments whose types name shardings. Such results are wrapped in `Typed`."""
+        """Call the loss on arguments whose types name shardings. Results whose types do so are wrapped in `Typed`."""
         given, mesh = (params, mutable, batch, without_types(args)), typed_mesh(self.config.user_mesh)
         if not mesh.explicit_axes:  # the caller's mesh has no Explicit axes, or device view made them Manual
             return self.loss.call(*given)
@@ -113,8 +113,8 @@ def typed_mesh(mesh: Mesh) -> AbstractMesh:
 class TypedFunction:
     """A function of arrays that was traced on a mesh with Explicit axes. It is evaluated on the context's mesh.
 
-    Of `values`, only shapes and types are read. `specs` are their shardings in the trace, and `axes` are the mesh axes
-    that divide the rows of the batch. `shape` is the tree of the shapes of the results.
+    Of `values`, only shapes and types are read. `specs` are the shardings of `values` in the trace, and `axes` are the
+    mesh axes that divide the rows of the batch. The attribute `shape` is the tree of the shapes of the results.
     """
 
     def __init__(self, fn: Callable, mesh: AbstractMesh, values: Sequence, specs: Sequence, axes: Sequence[str]):
@@ -333,7 +333,7 @@ def _with_manual(mesh: AbstractMesh, manual: Sequence[str]) -> AbstractMesh:
 
 
 def _differentiable(values: Sequence) -> list:
-    """Replace types without tangents, and their tangents or cotangents, by None, which is no leaf of a tree."""
+    """Replace types that have no tangents, and tangents or cotangents of such types, by None (no leaf of a tree)."""
     return [x if jnp.issubdtype(x.dtype, jnp.inexact) else None for x in values]
 
 

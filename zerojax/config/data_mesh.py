@@ -27,7 +27,7 @@ class DataMesh:
     params: tuple[str, ...] = ()  # the axes that shard the parameters; empty if they are replicated
     grads: tuple[str, ...] = ()
     opt_state: tuple[str, ...] = ()
-    experts: tuple[str, ...] = ()  # data axes that also divide experts: a leaf that names one stays divided over it
+    experts: tuple[str, ...] = ()  # data axes that also divide experts; a leaf that names one stays divided over it
 
     @classmethod
     def for_stage(
@@ -39,7 +39,7 @@ class DataMesh:
         params_axes: tuple[str, ...] = (),
         expert_axes: tuple[str, ...] = (),
     ) -> DataMesh:
-        """Return the axes for a ZeRO stage. `axes` divide the batch; for the others, see `Tuning` and `zero_shard`."""
+        """Return the axes for a ZeRO stage. `axes` divide the batch; the others are as in `Tuning` and `zero_shard`."""
         # An axis of one device counts as an axis that shards. Otherwise gradients would be reduced over it.
         whole = tuple(axis for axis in axes if sizes[axis] == 1)
         with_whole = lambda some: (*some, *(axis for axis in whole if axis not in some)) if some else ()
@@ -91,7 +91,7 @@ def spec_entry(axes: tuple[str, ...]) -> str | tuple[str, ...] | None:
 
 
 def dim_spec(dim: int | None, axes: tuple[str, ...]) -> PartitionSpec:
-    """Return the spec of an array that mesh axes divide along one dim only. None: along no dim."""
+    """Return the spec of an array that `axes` divide along `dim` only. If `dim` is None, the array is replicated."""
     return PartitionSpec() if dim is None else PartitionSpec(*[None] * dim, spec_entry(axes))
 
 

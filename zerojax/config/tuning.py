@@ -27,19 +27,20 @@ class Tuning:
 
     Attributes:
         shard_axis: The axes of `axis` over which the stage shards, such as `"gpu"`. Over the other axes, everything is
-            replicated (hybrid sharding, HSDP). Needs as much memory per device as a run on one host, and sends
+            replicated (hybrid sharding, HSDP). A step needs as much memory per device as on one host, and sends
             fewer bytes between hosts. None: all axes of `axis`.
         params_axis: Stage 3: the axes of `axis` over which parameters are sharded and gathered, such as `"gpu"`, within
-            a host. Gradients and optimizer state are sharded over all of `axis`. Needs more memory, but for parameters
-            only, and gathers no parameters between hosts. None: the axes of gradients and optimizer state.
+            a host. Gradients and optimizer state are sharded over all of `axis`. Parameters need more memory, and are
+            not gathered between hosts. None: the axes of gradients and optimizer state.
         reshard_after_forward: Stage 3: whether gathered parameters are freed after the forward pass, and gathered again
             for the backward pass. If False, they are kept, all in memory at once, and a step moves 2 times the
             parameters' bytes, not 3 times. Default: True.
-        prefetch: Stage 3: how many uses ahead a parameter's gather may start; 0 disables prefetch. Each use ahead costs
-            the memory of about one gathered layer. A scan prefetches at most one iteration ahead. Default: 1.
-        bucket_bytes: Leaves of a layer share one collective, up to this number of logical bytes, or `"64 MiB"`. A
-            larger bucket needs more memory while it is sent, and starts fewer collectives. 0: each leaf has its own
-            collective. Default: 128 MiB.
+        prefetch: Stage 3: how many groups of blocks ahead a gather may start. A group is one block, or several small
+            ones. Each group ahead costs the memory of about one gathered layer. A scan prefetches at most one iteration
+            ahead. 0 disables prefetch. Default: 1.
+        bucket_bytes: Leaves of a layer share a collective up to this size, in logical bytes or as text, such as
+            `"64 MiB"`. Larger buckets need more memory while they are sent, and there are fewer collectives. 0: each
+            leaf has its own collective. Default: 128 MiB.
         persist_below: A leaf with fewer elements is not sharded along a dim. Its parameter stays replicated at stage 3.
             If its update is elementwise, its gradient and optimizer state are flattened, and sharded in this form. A
             larger number needs more memory, and gathers fewer leaves. Default: 8192.
@@ -73,7 +74,7 @@ class Tuning:
             object.__setattr__(self, name, resolve_axes(getattr(self, name), name))
         check_flag("reshard_after_forward", self.reshard_after_forward)
         object.__setattr__(self, "bucket_bytes", parse_bytes("bucket_bytes", self.bucket_bytes))
-        for name, unit in {"persist_below": "elements", "prefetch": "uses", "bucket_bytes": "bytes"}.items():
+        for name, unit in {"persist_below": "elements", "prefetch": "groups", "bucket_bytes": "bytes"}.items():
             check_count(name, getattr(self, name), unit, least=0)
         check_word("matrix_updates=", self.matrix_updates, ("auto", "owner", "sharded"))
 

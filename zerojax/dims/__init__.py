@@ -4,7 +4,7 @@ This dim of the inputs is called the followed dim. Its entries may be the rows o
 place is a dim of a value that holds these entries. A table has one rule per primitive, which finds the places in an
 equation's results, given the places in its operands. Without a rule the answer is "unknown", which is always safe.
 
-place      describes where the followed dim is in one value (`RowDims`; "the rows" for short)
+place      describes where the followed dim is in one value (`RowDims`)
 moves      has rules for the primitives of a dense model
 follow     finds the places in a jaxpr and its calls
 

@@ -1,8 +1,8 @@
 """Find the `RowDims` of each value in a jaxpr and its calls, loops and branches.
 
-The engine and `comm.partial_sums` follow the rows of a batch. A wrong dim costs time there, but the gradients stay
-right, because they are sums whichever dim is divided. So their `Follower` guesses where the rules give up. Other code,
-such as `optim.owned`, follows the sharded dim of a parameter. It needs a proof, so its `Follower` does not guess.
+The engine and `comm.partial_sums` follow the rows of a batch. For them, a wrong dim costs time, but the gradients stay
+right, because a sum is the same whichever dim is divided. So their `Follower` guesses where the rules give up. Other
+code, such as `optim.owned`, follows the sharded dim of a parameter and needs a proof. Its `Follower` does not guess.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -22,7 +22,7 @@ class Follower:
     """Finds the followed dim in the values of jaxprs. Each analysis makes one instance, which caches results.
 
     Attributes:
-        count: The size of the followed dim, or a divisor of the size, such as the number of devices that divide it.
+        count: The size of the followed dim, or a divisor of the size, such as the number of devices that share it.
         guesses: Whether unknown row dims are replaced by a guess from shapes and shardings.
         axes: The mesh axes that divide the followed dim. Only a `Follower` that guesses reads them.
         undivided: Equations that have a large operand with rows, and that the compiler cannot divide, by source line.
@@ -40,7 +40,7 @@ class Follower:
     def _followed(
         self, jaxpr: Any, given: Sequence[RowDims], drawn: Collection = ()
     ) -> tuple[dict[Any, RowDims], Context]:
-        """Return the row dims and the rules' context. Dim 0 of the variables `drawn` is assumed to hold rows."""
+        """Return the row dims and the rules' context, assuming that dim 0 of the variables in `drawn` holds rows."""
         found: dict[Any, RowDims] = dict.fromkeys(compat.constvars_of(jaxpr), NOWHERE)
         found.update(zip(jaxpr.invars, given, strict=True))
         made: dict[Any, Any] = {}
@@ -55,14 +55,14 @@ class Follower:
                 made[var] = eqn
         if self.guesses and not drawn and (drawn := _drawn(jaxpr, given, found)):
             again, context = self._followed(jaxpr, given, drawn)
-            # Elsewhere, a size that equals the number of rows by chance must not hide the rows.
+            # The assumption must not change known places: a size may equal the number of rows by chance.
             known = [(rows, again[var]) for var, rows in found.items() if rows is not None and rows.places]
             if all(new is not None and new.places == rows.places for rows, new in known):
                 return again, context
         return found, context
 
     def with_implied(self, jaxpr: Any, found: Mapping[Any, RowDims]) -> dict[Any, RowDims]:
-        """Add places to values without places that elementwise operations combine with values that have places.
+        """Add places to a value that has none, if elementwise operations combine it with a value that has places.
 
         Examples are noise and learned positions with one entry per row. They do not depend on the batch, but their
         cotangents hold rows. `found` is the result of `row_dims`.
@@ -160,7 +160,7 @@ def row_dims_of_params(params: Sequence, experts: Collection[int]) -> list[RowDi
 
 
 def row_dims_of_args(args: Sequence, of_rows: Collection[int], follower: Follower | None) -> list[RowDims]:
-    """Return the row dims of each array in `args`. Dim 0 holds the rows of the arguments with indices `of_rows`."""
+    """Return the row dims of each array in `args`. In arguments with indices `of_rows`, dim 0 holds the rows."""
     # If the devices do not divide the number of rows, as in some evaluations, every device holds the whole array.
     count = 1 if follower is None else follower.count
     return [

@@ -1,8 +1,8 @@
 """Guess where the followed dim is in a value, if the rules prove nothing.
 
-A kernel, a callback or a call of foreign code has no rule, and a rule can give up, as on a sort of all rows. Shapes are
-then still evidence: if the dim of an operand's rows has the same size in the result, it most likely holds the rows
-there, too. Only code for which a wrong dim costs time and not correctness may guess; see `Follower`.
+A kernel, a callback or a call of foreign code has no rule, and a rule can give up, as on a sort of all rows. Shapes
+are then still evidence: if an operand's dim that holds rows has the same size in the result, this dim of the result
+most likely holds the rows. Only code for which a wrong dim costs time and not correctness may guess; see `Follower`.
 
 `RULES` is another part of the table of rules. It is for equations that no other rule can look into, but whose
 parameters say how operands and results are divided. These rules prove nothing: the group sizes of a `ragged_dot` depend
@@ -62,7 +62,7 @@ def _guess(eqn: Any, row_dims: Sequence[RowDims], var: Any, context: Context) ->
 
 
 def _of_equal_size(place: Place, old: Sequence[int], new: Sequence[int]) -> Iterator[Place]:
-    """Yield `place` if this dim has the same size in the result, or else the only dim of the result with this size."""
+    """Yield `place` if its dim has the same size in the result, or else the only dim of this size in the result."""
     size = old[place.dim]
     if place.dim < len(new) and new[place.dim] == size:
         yield place
@@ -86,11 +86,11 @@ def _of_other_size(place: Place, old: Sequence[int], new: Sequence[int]) -> Iter
 
 
 def drawn(jaxpr: Any, given: Sequence[RowDims], found: Mapping[Any, RowDims]) -> frozenset:
-    """Return the arrays of random numbers that most likely have one entry per row: dim 0 is as long as the rows.
+    """Return arrays of random numbers whose dim 0 most likely holds rows, because it is as long as a dim with rows.
 
-    An example is the noise from which a generator or a chain of Langevin steps starts. Return nothing unless a matrix
-    product reads noise before the noise meets values with rows, because such values show without a guess where the
-    rows are. `given` has the row dims of the arguments, and `found` those of all variables.
+    An example is the noise from which a generator or a chain of Langevin steps starts. If noise meets values with rows
+    before any matrix product reads the noise, these values show where its rows are, and the result is empty. `given`
+    has the row dims of the arguments, and `found` those of all variables.
     """
     sizes = {
         var.aval.shape[place.dim]
@@ -116,7 +116,7 @@ def _contains(eqn: Any, wanted: Callable[[Facts], bool]) -> bool:
 
 
 def is_undivided(eqn: Any, row_dims: Sequence[RowDims], workers: int) -> bool:
-    """Return whether a large operand holds rows and every worker runs `eqn` on all of them. The engine then warns."""
+    """Return whether a large operand holds rows, and every worker runs `eqn` on all rows. The engine warns of this."""
     sizes = (
         atom.aval.size for atom, rows in zip(eqn.invars, row_dims, strict=True) if rows is not None and rows.places
     )
@@ -125,7 +125,7 @@ def is_undivided(eqn: Any, row_dims: Sequence[RowDims], workers: int) -> bool:
 
 
 def body_of(eqn: Any) -> Any:
-    """Return an open jaxpr that computes the same as `eqn`, to follow the rows through it, or None.
+    """Return an open jaxpr that computes the same as `eqn`, in which rows can be followed. None: there is none.
 
     Examples are functions with a rule for `jax.vmap`, and the forward pass of a `custom_vjp(optimize_remat=True)`. The
     jaxpr is for this analysis only, because such an equation cannot run on other shapes.
@@ -140,7 +140,7 @@ def kernel_rule(eqn: Any, row_dims: Sequence[RowDims], context: Context) -> list
 
 
 def declared_rule(eqn: Any, row_dims: Sequence[RowDims], context: Context) -> list[RowDims]:
-    """Return the dim that `zerojax.rows` declares. A dim whose size the workers do not divide has no effect."""
+    """Return the dim that `zerojax.rows` declares, or the operand's row dims if the workers do not divide its size."""
     place = Place(eqn.params["dim"])
     return [on_dim(place.dim) if fits(place, eqn.outvars[0].aval.shape, context.count) else row_dims[0]]
 
@@ -172,7 +172,7 @@ def partitioning_rule(eqn: Any, row_dims: Sequence[RowDims], context: Context) -
 def shard_map_rule(eqn: Any, row_dims: Sequence[RowDims], context: Context) -> list[RowDims]:
     """Find the rows in the results of a `shard_map`: they are on the dims that `out_specs` divides over the data axes.
 
-    If no data axis divides a result, it may be a sum over the workers, or equal on all of them: its dims are unknown.
+    The answer is unknown for a result that no data axis divides: it may be a sum over the workers, or equal on them.
     """
     specs = eqn.params["out_specs"]
     if all(rows is not None and not rows.places for rows in row_dims):

@@ -17,10 +17,7 @@ _MOST_EVALUATED = 1 << 20  # Constant indices with more elements than this are n
 
 
 def dynamic_slice_rule(eqn: Any, row_dims: Sequence[RowDims], context: Context) -> RowDims:
-    """Find the followed dim in the result of `dynamic_slice`.
-
-    The answer is unknown if the slice has only a part of the followed dim, or if its start depends on the rows.
-    """
+    """Find the followed dim after `dynamic_slice`: unknown if the slice cuts it, or if a start depends on the rows."""
     operand, *starts = row_dims
     if any(start is None or start.places for start in starts):
         return UNKNOWN
@@ -29,7 +26,7 @@ def dynamic_slice_rule(eqn: Any, row_dims: Sequence[RowDims], context: Context) 
 
 
 def dynamic_update_slice_rule(eqn: Any, row_dims: Sequence[RowDims], context: Context) -> RowDims:
-    """Find the followed dim after `dynamic_update_slice`. It is unknown if the update covers only a part of the dim."""
+    """Find the followed dim after `dynamic_update_slice`, which is unknown if the update covers only a part of it."""
     operand, update, *starts = row_dims
     old, new = (atom.aval.shape for atom in eqn.invars[:2])
     if operand is None or update is None or any(start is None or start.places for start in starts):
@@ -41,7 +38,7 @@ def dynamic_update_slice_rule(eqn: Any, row_dims: Sequence[RowDims], context: Co
 
 
 def gather_rule(eqn: Any, row_dims: Sequence[RowDims], context: Context) -> RowDims:
-    """Find the followed dim after `gather`. It comes from the indices, or from an operand dim that is read whole."""
+    """Find the followed dim after `gather`: in dims of the indices, and in operand dims read whole or in order."""
     operand, indices = row_dims
     if operand is None or indices is None:
         return UNKNOWN
@@ -71,7 +68,7 @@ def gather_rule(eqn: Any, row_dims: Sequence[RowDims], context: Context) -> RowD
 
 
 def scatter_rule(eqn: Any, row_dims: Sequence[RowDims], context: Context) -> RowDims:
-    """Find the followed dim in the result of a scatter. The result does not have it if the scatter sums over it."""
+    """Find the followed dim in the result of a scatter. If the scatter sums over this dim, the result has no place."""
     operand, indices, updates = row_dims
     if operand is None or indices is None or updates is None:
         return UNKNOWN
@@ -151,7 +148,7 @@ def _counted_along(dim: int, shape: Sequence[int]) -> np.ndarray:
 def noted(atoms: Sequence, row_dims: Sequence[RowDims], context: Context) -> list[RowDims]:
     """Add `Places.counting` to the row dims of index arrays that enter or leave a function.
 
-    A backward pass needs the note: it gets the indices of a gather as a residual, and not how they were computed.
+    A backward pass needs this note: it gets the indices of a gather as a residual, and not how they were computed.
     """
     return [
         dataclasses.replace(rows, counting=found)
@@ -162,7 +159,7 @@ def noted(atoms: Sequence, row_dims: Sequence[RowDims], context: Context) -> lis
 
 
 def known(variables: Sequence, row_dims: Sequence[RowDims]) -> dict[Any, np.ndarray]:
-    """Return the values of those arguments whose values follow from their `Places.counting`."""
+    """Return the values of those `variables` whose values follow from their `Places.counting`."""
     return {
         var: _counted_along(dim, var.aval.shape)
         for var, rows in zip(variables, row_dims, strict=True)

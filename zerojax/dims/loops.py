@@ -1,4 +1,4 @@
-"""Find the followed dim in the results of loops and branches. The `Follower` that calls this analyses their bodies."""
+"""Find the followed dim in the results of loops and branches. The calling `Follower` analyses the bodies."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -58,7 +58,7 @@ def _joined(a: RowDims, b: RowDims, *, guesses: bool) -> RowDims:
 
 
 def _through_while(follower: Any, eqn: Any, row_dims: Sequence[RowDims]) -> list[RowDims]:
-    """Return the row dims of a while loop's results. They are unknown if the rows decide the number of iterations."""
+    """Return the row dims of a while loop's results: unknown if the rows decide the number of iterations."""
     first, consts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     body, test = compat.opened(eqn.params["body_jaxpr"])[0], compat.opened(eqn.params["cond_jaxpr"])[0]
     of_body, carry = row_dims[first : first + consts], row_dims[first + consts :]

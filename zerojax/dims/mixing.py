@@ -34,7 +34,10 @@ def cut(rows: RowDims, old: Sequence[int], new: Sequence[int], starts: Sequence[
 
 
 def concatenate_rule(eqn: Any, row_dims: Sequence[RowDims], context: Context) -> RowDims:
-    """Find the followed dim after `concatenate`. Operands that are joined along it must have equal sizes and places."""
+    """Find the followed dim after `concatenate`.
+
+    If the operands are joined along the followed dim, and their sizes or places differ, the answer is unknown.
+    """
     dim = int(eqn.params["dimension"])
     sizes = [int(atom.aval.shape[dim]) for atom in eqn.invars]
     row_dims = [rows for rows, size in zip(row_dims, sizes, strict=True) if size] or [NOWHERE]
@@ -47,7 +50,7 @@ def concatenate_rule(eqn: Any, row_dims: Sequence[RowDims], context: Context) ->
 
 
 def pad_rule(eqn: Any, row_dims: Sequence[RowDims], context: Context) -> RowDims:
-    """Find the followed dim after `pad`. It is unknown if the followed dim is padded by anything but whole blocks."""
+    """Find the followed dim after `pad`: unknown if this dim is padded by anything but whole blocks."""
     rows = ragged(row_dims[0], [d for d, config in enumerate(eqn.params["padding_config"]) if any(config)])
     for dim, (low, high, inside) in enumerate(eqn.params["padding_config"]):
         place = None if rows is None else rows.along(dim)
@@ -94,7 +97,7 @@ def tile_rule(eqn: Any, row_dims: Sequence[RowDims], context: Context) -> RowDim
 
 
 def along_rule(eqn: Any, row_dims: Sequence[RowDims], context: Context) -> list[RowDims]:
-    """Find the followed dim after a sort, a reversal, a top-k or an accumulation, which must be along other dims."""
+    """Find the followed dim after a sort, reversal, top-k or accumulation: unknown if that is along this dim."""
     names, ndim = ("axis", "dimension", "reduction_dimension"), len(eqn.invars[0].aval.shape)
     axis = next((int(eqn.params[name]) for name in names if name in eqn.params), -1)
     dims = eqn.params.get("dimensions", (axis % ndim,))
@@ -108,7 +111,7 @@ def window_rule(eqn: Any, row_dims: Sequence[RowDims], context: Context) -> RowD
 
 
 def batched(rows: RowDims, ndim: int) -> RowDims:
-    """Return the row dims of a result that keeps the operand's first `ndim` dims, and mixes elements along others."""
+    """Return the places of `rows`, or UNKNOWN if one is not in the first `ndim` dims. Other dims mix elements."""
     if rows is None or any(place.dim >= ndim for place in rows.places):
         return UNKNOWN
     return Places(rows.places)

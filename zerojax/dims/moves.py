@@ -74,7 +74,7 @@ def dot_rule(eqn: Any, row_dims: Sequence[RowDims], context: Context) -> RowDims
 
 
 def product(eqn: Any, row_dims: Sequence[RowDims], agree: Callable[[Places, Places, int, int], bool]) -> RowDims:
-    """Find the followed dim after `dot_general`. It is unknown unless `agree` is true for all paired dims."""
+    """Find the followed dim after `dot_general`. If `agree(lhs, rhs, i, j)` is false for paired dims, it is unknown."""
     lhs, rhs = row_dims
     if lhs is None or rhs is None:
         return UNKNOWN
@@ -125,7 +125,7 @@ def implied(eqn: Any, rows: Places, atom: Any, given: Places) -> Places:
 
 
 def without_rule(eqn: Any, row_dims: Sequence[RowDims]) -> list[RowDims]:
-    """Return row dims for results without a rule: no place if no operand has a place, and otherwise unknown."""
+    """Return the results' row dims for an equation without a rule: no place if no operand has one, else unknown."""
     bare = all(rows is not None and not rows.places for rows in row_dims)
     return [NOWHERE if bare else UNKNOWN] * len(eqn.outvars)
 

@@ -27,7 +27,7 @@ class Place:
         dim: The dim of the value.
         outer: The number of blocks in the dim. Each block has all entries of the followed dim. 1 if the followed dim is
             the first factor.
-        joined: Whether the blocks were concatenated. The compiler then divides the dim as a whole, not block by block.
+        joined: Whether the blocks were concatenated. If so, the compiler divides the whole dim, not block by block.
     """
 
     dim: int
@@ -47,11 +47,11 @@ class Places:
     """All dims of a value that hold the followed dim.
 
     Attributes:
-        places: The places of the followed dim. Empty if the value does not change when the followed dim is permuted.
-            For example, a matrix of similarities between all rows has two places.
+        places: The places of the followed dim, for example two in a matrix of similarities between all rows. Empty if
+            the value does not change when the followed dim is permuted.
         uniform: Dims along which all entries are equal, for example after a broadcast.
-        counting: For an array of indices, pairs `(part, dim)`: along dim `dim`, the entries `[..., part]` are 0, 1, 2,
-            and so on. A part of None means all entries. Only arguments and results of functions have this note; see
+        counting: For an array of indices, pairs `(part, dim)`. The entries `[..., part]`, or all entries if `part` is
+            None, are 0, 1, 2, and so on along dim `dim`. Only arguments and results of functions have this note; see
             `indexing.noted`.
     """
 
@@ -82,7 +82,7 @@ class Context:
     """What rules know of a jaxpr."""
 
     count: int  # the number of entries of the followed dim
-    made: Mapping[Any, Any]  # the equation of each variable
+    made: Mapping[Any, Any]  # the equation that computes each variable
     # the arguments whose values are known to be 0, 1, 2, ...; see `Places.counting`
     known: Mapping[Any, Any] = dataclasses.field(default_factory=dict)
     axes: frozenset[str] = frozenset()  # the mesh axes that divide the followed dim, if they are known
@@ -156,7 +156,7 @@ def renumbered(rows: RowDims, to: Sequence[int | None], added: Iterable[int] = (
 def reshaped(rows: RowDims, old: Sequence[int], new: Sequence[int], count: int) -> RowDims:
     """Return the row dims of a value after a reshape from `old` to `new`, which may merge or split dims.
 
-    If the followed dim is split, its place is the first of the new dims if `count` divides that one, else the last.
+    If the reshape splits the followed dim, its place is the first part if `count` divides the part, else the last part.
     """
     if rows is None:
         return UNKNOWN
@@ -178,7 +178,7 @@ def reshaped(rows: RowDims, old: Sequence[int], new: Sequence[int], count: int) 
 
 
 def _place_of(start: int, end: int, shape: Sequence[int]) -> Place | None:
-    """Return the place in `shape` of the factor `end // start`, or None. The factors before it multiply to `start`."""
+    """Return the place in `shape` of the factor `end // start`, which follows factors of product `start`, or None."""
     before = 1
     for dim, size in enumerate(shape):
         after = before * size

@@ -85,7 +85,7 @@ def axes_of_model(params: Any, data: DataMesh, known: Sequence[tuple] = ()) -> S
 
 
 def axes_of_last_plan(config: Config, params: Any) -> Sequence[tuple]:
-    """Return `Leaf.others` of the parameters in the last plan that fits them, or () if it is not needed or not found.
+    """Return `Leaf.others` of the parameters in the last plan that fits them, or () if no plan is needed or fits.
 
     The plan is needed in two cases. Inside the caller's `jax.jit`, the type of an array does not name Auto axes, but
     `shard` or `init` made a plan before the call. And if an axis of experts divides a stored array, the sharding does
@@ -135,7 +135,7 @@ def overwritten_leaves(
     """Return the indices of the overwritten leaves of a tree of parameters.
 
     `params` is the tree of arrays, `Padded` arrays or shapes, whose variable classes are inspected, or () if only paths
-    and shapes are known. `overwrite` chooses further leaves, and `known` has the indices of further leaves.
+    and shapes are known. `overwrite(path, shape)` chooses further leaves, and `known` has the indices of others.
     """
     nodes = jax.tree.leaves(params, is_leaf=lambda x: is_padded(x) or is_variable(x))
     of_class = [is_variable(node) for node in nodes for _ in jax.tree.leaves(node, is_leaf=is_padded)]

@@ -134,12 +134,12 @@ class Leaf:
         return replace_at(self.local_shape, self.dim, self.local_shape[self.dim] // self.further)
 
     def divided(self, axes: tuple[str, ...]) -> Leaf:
-        """Return the layout of one shard of this leaf, as an array that is divided over the remaining `axes`."""
+        """Return the layout of one shard of this leaf, divided over those of `axes` that do not divide the leaf."""
         rest = tuple(axis for axis in axes if axis not in self.axes)
         return dataclasses.replace(self, shape=self.local_shape, axes=rest, shards=self.further, further=1)
 
     def along_others(self, sizes: Mapping[str, int]) -> Leaf:
-        """Return the layout of the slice of this leaf that one device has along `others`. `sizes` is by axis."""
+        """Return the layout of a device's slice of this leaf along `others`. `sizes` has the size of each mesh axis."""
         if self.kind == "flat" or not any(self.others):
             return self
         parts = [math.prod(sizes[axis] for axis in entry_axes(entry)) for entry in self.others]
@@ -231,7 +231,6 @@ def reason_for(shards: int) -> str:
 
 
 def is_kept_whole(leaf: Leaf) -> bool:
-    """Return whether a leaf is replicated because the shards divide none of its dims evenly."""
     return leaf.kind == "replicated" and leaf.reason == reason_for(leaf.shards)
 
 
@@ -291,7 +290,6 @@ class CachedHash:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}  # pyright: ignore[reportArgumentType]
 
     def __eq__(self, other) -> bool:
-        """Return whether all compared fields are equal."""
         return self is other or (
             type(self) is type(other) and self._hash == other._hash and self._fields == other._fields
         )

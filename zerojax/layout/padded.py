@@ -55,7 +55,6 @@ class Padded(PaddedNode):
     extent: int | None = None
 
     def __post_init__(self):
-        """Raise a ValueError if `storage` is an array of numbers that lacks a dim of the storage shape."""
         is_number = is_number_array(self.storage)
         if not is_number and not isinstance(self.storage, jax.Array | jax.ShapeDtypeStruct):
             return

@@ -219,7 +219,7 @@ def shard_leaf(path: str, shape: tuple[int, ...], dtype, others: tuple, policy: 
 
 
 def check_experts_named(layout: Layout) -> None:
-    """Raise a ValueError if there are axes for experts but no parameter names one, so that all would be gathered."""
+    """Raise a ValueError if there are axes for experts but no parameter names one: experts would be gathered."""
     data = layout.policy.data
     if data.experts and set(axes_of(*(leaf.others for leaf in layout.params))).isdisjoint(data.experts):
         raise ValueError(
@@ -237,7 +237,7 @@ def unquantised(wire: Wire, path: str, leaf: Leaf) -> str:
 
 
 def best_dim(shape: tuple[int, ...], free: list[int], shards: int) -> int:
-    """Return the dim that needs the least padding. If several dims do, return the longest, or else the first."""
+    """Return the dim that needs the least padding: of several, the longest, and of equally long ones, the first."""
 
     def cost(dim):
         extent, _ = shard_extent(shape[dim], shards)

@@ -52,7 +52,7 @@ def over(spec: PartitionSpec, data: Sequence[str]) -> tuple[tuple[str, ...], ...
 
 
 def placements_in_words(*placements: tuple[tuple[str, ...], ...]) -> list[str]:
-    """Describe each placement. Texts name the sharded dims, unless one of the placements is replicated."""
+    """Describe each placement. If none is replicated, the texts also name the sharded dims."""
 
     def one(dims: tuple[tuple[str, ...], ...]) -> str:
         names = ", ".join(repr(axis) for axes in dims for axis in axes)
@@ -98,7 +98,7 @@ def unusable_named(mesh: Mesh | None, *, donates: bool = False, **trees: Any) ->
     """Replace JAX's error about an unusable array by an error that names the array.
 
     The arrays are checked only after an error. `mesh` is the mesh of the transformation, or None to accept arrays on
-    any mesh. `trees` are the arguments by name. If the call `donates` them, deleted arrays are not named.
+    any mesh. `trees` are the arguments by name. With `donates`, the call deletes arrays, so deleted ones are not named.
     """
     of_arrays = (ValueError,) if donates else (RuntimeError, ValueError)
     try:

@@ -70,7 +70,7 @@ def logical_array(x: Any) -> Shaped[Array, "*logical"]:
 
 
 def return_to_host(config: Config, moved: Mapping[int, Array], leaves: Sequence[Leaf]) -> dict[int, Array]:
-    """Copy each of the new parameters `moved`, by index, to host memory if it is kept there. Return all of them."""
+    """Return the new parameters `moved`, by index. Copy those that are kept in host memory to the host."""
     return {i: jax.device_put(x, leaf_sharding(config, leaves[i])) if leaves[i].host else x for i, x in moved.items()}
 
 
@@ -98,7 +98,6 @@ def storage_forms(leaves: Sequence[Leaf]) -> tuple[Form, ...]:
 
 
 def in_storage(stored: Sequence[Any], layout: Layout) -> PyTree:
-    """Return stored arrays as a tree in storage form."""
     forms = storage_forms(layout.params)
     if any(forms):
         from zerojax.layout.padded import register_with_flax
@@ -195,8 +194,8 @@ def pin_to_plan(
 ) -> list[Shaped[Array, "*storage"]]:
     """Constrain stored arrays to their layouts along the data axes, under `jax.jit`. Skip arrays in host memory.
 
-    `comm.mesh.constrain` lets the compiler choose the layout of a replicated leaf if the mesh has other axes. In a loop
-    over steps, the compiler would then shard the leaf between steps, and gather it twice (for the loss and the update).
+    `comm.mesh.constrain` lets the compiler choose the layout of a replicated leaf if the mesh has other axes. With that
+    alone, a loop over steps would shard the leaf between steps, and gather it twice (for the loss and the update).
     """
     pinned = [i for i, x in enumerate(stored) if not is_on_host(x)]
     axes = config.data.batch
