@@ -157,8 +157,8 @@ class TreeTransformation(optax.GradientTransformationExtraArgs):
         Returns:
             `step(params, batch, *args, **keywords)`, which returns the result of `fn`. `params` are logical or in
             storage, such as `state.params`. `fn` sees parameters in the types that a loss sees. If the devices cannot
-            divide the rows, as in the last batch of an epoch, each device computes all rows. A loop over tokens, or a
-            loss with a teacher model, may call `step`. A scan gathers parameters that each iteration uses only once.
+            divide the rows, as in the last batch of an epoch, each device computes all rows. A parameter that each
+            iteration of a scan reads is gathered before the scan. A loss with a teacher model may call `step`.
         """
         from zerojax.train.eval_step import eval_step
 

@@ -46,7 +46,7 @@ class CoreFinder:
     def _follow(self) -> None:
         """Map each variable to the indices of the leaves that it depends on.
 
-        A scalar that is computed from several leaves, such as the norm of all gradients, counts as independent of all.
+        A scalar that is computed from several leaves, such as the norm of all gradients, depends on no leaf here.
         """
         self.depends: dict[Any, frozenset] = {}
         for var, (kind, k) in self.traced.reads.items():
@@ -128,7 +128,7 @@ class CoreFinder:
         return self._described(i, leaf, sorted(core), read)
 
     def _described(self, i: int, leaf: Leaf, core: list[int], read: list) -> Core | str:
-        """Return a `Core` of the equations `core`, which read the variables `read`, or why owners cannot run them."""
+        """Return a `Core` of the equations `core`, which read the variables `read`, or why there is no core."""
         position, this, all_eqns = self.traced.positions, frozenset((i,)), self.traced.jaxpr.eqns
         arrays, small, shared, outs, small_outs, taken = [], [], [], [], [], set(core)
         for v in read:
@@ -158,7 +158,7 @@ class CoreFinder:
         return Core(i, tuple(core), tuple(arrays), tuple(small), tuple(shared), tuple(outs), tuple(small_outs))
 
     def _layout_of(self, var: Any, leaf: Leaf) -> Leaf | None:
-        """Return the layout of `var` if it is a state leaf, the layout of `leaf` if the shapes are equal, or None."""
+        """Return the layout of `var` if `var` is a state leaf or has the shape of `leaf`, and otherwise None."""
         kind, k = self.traced.reads.get(var, ("", 0))
         if kind == STATE:
             return self.state[k]

@@ -93,7 +93,7 @@ def raise_unknown_shapes(tree: PyTree, count: int, *, with_params: bool) -> None
 
 
 def matches(plan: ShardingPlan, tree: PyTree, *, may_be_part: bool) -> Iterator[tuple[Any, tuple[Leaf, ...]]]:
-    """Yield `(tree, layouts)` for each part of the plan's state that `tree` fits. Drop master weights from it.
+    """Yield `(tree, layouts)` for each part of the plan's state that `tree` fits. Drop master weights from `tree`.
 
     Leaves are compared by path and not by structure, because Flax's NNX has variables where the plan has arrays.
     """
@@ -161,7 +161,7 @@ def with_new(config: Config, plan: ShardingPlan, arrays: list, params: PyTree) -
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def unsharded_params(config: Config, plan: ShardingPlan, arrays: list, params: PyTree) -> Any:
-    """Return `params` in storage. Arrays in `arrays`, sharded for the update, replace trained parameters."""
+    """Return `params` in storage. Each array in `arrays`, sharded for the update, replaces a trained parameter."""
     stored = storage_leaves(params, plan.layout.params)
     new = unshard_after_update(config, plan, arrays, stored)
     return in_storage([old if x is None else x for x, old in zip(new, stored, strict=True)], plan.layout)

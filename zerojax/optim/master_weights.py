@@ -80,7 +80,7 @@ def is_copy(master: Array, param: Array, stored: Any) -> Bool[Array, "*shape"]:
     counts as changed.
 
     XLA may compute an update twice, once for the master weight and once for the parameter, and round a product in only
-    one of them. Where the master weight is nearly halfway between two numbers of type `stored`, both count as copies.
+    one of them. Where the master weight is nearly halfway between two numbers of type `stored`, either is accepted.
     """
     bits = lambda x: lax.bitcast_convert_type(x.astype(stored), jnp.dtype(f"uint{jnp.finfo(stored).bits}"))
     # Only the mantissa is rounded here. `reduce_precision` flushes the subnormal numbers of a smaller exponent to zero.

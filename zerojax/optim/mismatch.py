@@ -1,4 +1,4 @@
-"""Check that a state, and the sharding plan it was made with, fit a step. An error explains the difference."""
+"""Check that a state, and the sharding plan with which it was made, fit a step. Errors explain the difference."""
 
 from __future__ import annotations
 

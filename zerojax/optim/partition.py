@@ -227,7 +227,7 @@ class PlannedUpdate:
         return Partition(first, shared_shapes, found, traced.consts)
 
     def _group(self, outs: Sequence[int], shared: dict[Any, int]) -> UpdateGroup:
-        """Return the group of the results with the indices `outs`. Number the shared values that it reads in `shared`.
+        """Return the group of the results `outs`. Add shared values that the group reads to `shared`, with indices.
 
         A group gets gradients, parameters, constants and its offloaded state. All other inputs are shared values.
         """

@@ -149,7 +149,7 @@ def plan_of_layout(config: Config, layout: Layout) -> ShardingPlan:
 def multiplies_matrices(update: FlatUpdate) -> bool:
     """Return whether an update may multiply sharded matrices, which owners may compute.
 
-    This is also true if the update cannot be traced, because it needs arguments that a step does not give.
+    Also return True if the update cannot be traced, because it needs arguments that a step does not give.
     """
     if not update.may_have_owners:
         return False

@@ -159,7 +159,7 @@ def union(known: dict[Any, frozenset], atoms: Sequence) -> frozenset:
 
 @dataclasses.dataclass(frozen=True)
 class Core:
-    """The part of a leaf's update that needs the full leaf. All integers are indices in the whole update."""
+    """The part of a leaf's update that needs the full leaf. Variables are indices in `TracedUpdate.variables`."""
 
     leaf: int  # the trained parameter
     eqns: tuple[int, ...]  # the equations of the core in the jaxpr of the update

@@ -39,7 +39,7 @@ def guarded(update: Callable) -> Callable:
     """Return a function that calls `update`, and raises a `TransformationError` if `update` raises any error.
 
     An analysis traces the transformation with fewer arguments, or in other shapes, than training does. If the
-    transformation then raises an error, the analysis has no result, and the plan reports this. An error of the analysis
+    transformation refuses them, the analysis has no result, and the plan reports this. An error of the analysis
     itself is a bug, and must not silently replicate a leaf. So an analysis catches only a `TransformationError`.
     """
 

@@ -57,7 +57,7 @@ def separated(args: tuple, keywords: Mapping[str, Any], *, mutable: bool = False
     `mutable`, `args` begins with a mutable state.
 
     Returns:
-        `(mutable state or None, batch, further arguments)`. `packed` has packed the further arguments.
+        `(mutable state or None, batch, further arguments)`. The further arguments are a result of `packed`.
 
     Raises:
         TypeError: If there is no batch.
@@ -111,7 +111,7 @@ def packed(args: tuple, keywords: Mapping[str, Any] | None = None, *, batch_too:
 
 
 def call_unpacked(fn: Callable, leading: tuple, batch: Any, args: tuple) -> Any:
-    """Call `fn` with the positional and keyword arguments of the user's call. Undo `packed` if it made `args`."""
+    """Call `fn` with the positional and keyword arguments of the user's call. `args` may be a result of `packed`."""
     args = jax.tree.map(lambda x: x.value if is_constant(x) else x, args, is_leaf=is_constant)
     if not (args and isinstance(args[-1], Keywords)):
         return fn(*leading, batch, *args)

@@ -82,7 +82,7 @@ class Guard:
     their next collective.
 
     A step may take `timeout` seconds after the previous step ends. If the user gave `timeout=`, a longer step ends the
-    process, so that a scheduler can restart it. Otherwise the process only prints what it knows.
+    process, so that a scheduler can restart it. Otherwise the process only prints for which process it waits.
     """
 
     def __init__(self, program: StepProgram, executor: Executor):

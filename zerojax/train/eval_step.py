@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Function:
-    """A function `fn(params, batch, *args)` with the `call` method of a `Loss`. `fn` may return any value."""
+    """Gives a function `fn(params, batch, *args)` the `call` method of a `Loss`. `fn` may return any value."""
 
     fn: Callable
 

@@ -1,7 +1,7 @@
 """Choose the share of activations that the blocks of a loss save, so that the compiled step fits into memory.
 
-All blocks save the same share of their bytes (`zerojax.budget.blocks`). The predicted peak is `base + held(share)`.
-`held`, the bytes that blocks save, is known before compilation. Each compiled program corrects `base`, all other bytes.
+All blocks save the same share of their bytes (`zerojax.budget.blocks`). The predicted peak is `base + held(share)`. The
+bytes that blocks save, `held`, are known before compilation. Each compiled program corrects `base`, the other bytes.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Trial:
     """One compilation of the step.
 
     Attributes:
-        share: The share of their bytes that the blocks save.
+        share: The share of the blocks' bytes that is saved.
         predicted: The peak that was predicted before this compilation, in bytes per device.
         peak: The peak of the compiled program in bytes per device.
     """
@@ -110,7 +110,7 @@ class FittedStep:
         return self._with_share(self.fit(state, rows, args).chosen.share)
 
     def fit(self, state: ZeroState, rows: Any, args: tuple) -> MemoryFit:
-        """Return the fit for the shapes of these arguments. The first call with new shapes compiles."""
+        """Return the `MemoryFit` for the shapes of the arguments. The first call with new shapes compiles the step."""
         placed = tuple(getattr(x, "sharding", None) for x in jax.tree.leaves(args))
         key = signature_of((state, rows, args)), placed
         if key not in self._fits:
@@ -162,7 +162,7 @@ def fit_memory(
 ) -> MemoryFit:
     """Find the largest share whose compiled program takes at most `memory` bytes per device.
 
-    `lower(share)` lowers the step whose blocks save this share of their bytes, and updates `blocks`. The program's
+    `lower(share)` lowers the step whose blocks save this share of their bytes, and updates `blocks`. The step's
     arguments have `arguments` bytes per device. The blocks' bytes are divided over `devices`.
 
     At most three programs are compiled. If none of them fits, share 0 is compiled, too. If this does not fit either,

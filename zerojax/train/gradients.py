@@ -110,7 +110,7 @@ def microbatch_gradients(view: View, given: LossInputs, scale: Array):
           For a weighted loss, their sum is `scale / mean_weight` times the gradient of the sum of the totals.
         - `mean_weight`: the mean of the devices' weights, or 1 if it is not positive; None if the loss has no weights.
           Cotangents are divided by `mean_weight`, because gradients of a large total may overflow narrow types. The
-          sum of all weights is known only after the last microbatch.
+          exact divisor, the sum of all weights, is known only after the last microbatch.
         - `values`: the new value of each overwritten parameter.
     """
     if view.gathers_on_use:

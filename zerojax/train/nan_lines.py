@@ -101,7 +101,7 @@ def is_float(x: Any) -> bool:
 
 
 def note_line(error: FloatingPointError, view: View, given: LossInputs) -> None:
-    """Add a note with the line of the loss that makes the first NaN to an error of `jax_debug_nans`.
+    """Add a note to an error of `jax_debug_nans`, with the line of the loss that makes the first NaN.
 
     If a result has a NaN, JAX evaluates the function again, one operation at a time. But it does not test the
     operations inside of a `shard_map`, and the error only says that the NaN comes from a sharded computation.

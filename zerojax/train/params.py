@@ -65,7 +65,7 @@ def init_params(config: Config, init_fn: Callable, args: tuple) -> Any:
 
 
 def remember_experts(config: Config, layout: Layout) -> None:
-    """Record the sharding plan of a layout with experts. The stored arrays do not show which of them have experts."""
+    """Record the sharding plan of a layout with experts, because stored arrays do not show that they have experts."""
     check_experts_named(layout)
     if config.expert_axis:
         plan_of_layout(config, layout)

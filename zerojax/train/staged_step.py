@@ -153,7 +153,7 @@ class PlannedStep:
         return wait_if_simulated(self._config.mesh, unpadded(stored, grad.leaf).astype(self._plan.grads[k].dtype))
 
     def _staged(self, stored: Mapping[int, Array], inputs: tuple) -> Traced:
-        """Return the traced loss for `inputs = (mutable, batch, args)`. The loss is traced once per `signature_of`."""
+        """Return the traced loss for `inputs = (mutable, batch, args)`. Trace once per signature of the inputs."""
         arrays = jax.eval_shape(functools.partial(self._inputs, number=0), *inputs)
         key = signature_of(arrays)
         if key not in self._traced:

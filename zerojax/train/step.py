@@ -147,7 +147,7 @@ class Step:
             - `grad_norms`: only with `leaf_norms`; the norm of each parameter's gradient.
             - `param_norms`, `update_norms`: only with `leaf_norms`, and without offloaded parameters or optimizer
               state; the norm of each trained parameter before the update, and of its change. Both are of stored
-              values, so the norm is 0 if every change is too small for the stored type.
+              values, so an update norm is 0 if every change is too small for the stored type.
             - `learning_rate`: only with `optax.inject_hyperparams`; the learning rate that it stores in its state.
 
         Raises:

@@ -187,7 +187,7 @@ class StepProgram:
         return Differentiated(gradients, stored, old, scaling, skipped)
 
     def next_scaling(self, scaling: ScalingState, squares: Array, weights_valid: Array) -> tuple[ScalingState, Array]:
-        """Return the new `ScalingState`, and whether the step is skipped. The arrays are fields of `StepGradients`."""
+        """Return the new `ScalingState`, and whether to skip the step. `StepGradients` describes the two arrays."""
         if not self.may_skip:
             return scaling, jnp.zeros((), bool)
         from zerojax.train.loss_scaling import update_scaling
