@@ -54,7 +54,7 @@ def shard_batches(
     Returns:
         An iterator of trees of arrays. Its `get_state` returns the state that the loader's iterator had after the batch
         that was returned last, and `set_state` restores it. Pass the iterator to `Checkpointer.save(state, data=...)`.
-        With `rows="process"`, only equally many processes can restore a state, except of grain's `ElasticIterator`.
+        With `rows="process"`, `set_state` needs equally many processes, except for grain's `ElasticIterator`.
 
     Raises:
         TypeError: If a count is not an integer. When iterating, if a leaf of a batch is not an array.
@@ -217,7 +217,7 @@ def check_rows_of_processes(mesh: Mesh, axis: tuple[str, ...]) -> None:
 
 
 def padded(arrays: Any, rows: int, size: int) -> tuple[Any, np.ndarray]:
-    """Return `(batch, weights)`, padded from `rows` to `size` rows with the last row. Zero rows might give a NaN."""
+    """Pad a batch to `size` rows, and return `(batch, weights)`. The last row is repeated: zeros might give a NaN."""
     repeat = lambda x: np.concatenate([x, np.repeat(x[-1:], size - rows, 0)]) if size > rows else x
     return jax.tree.map(repeat, arrays), (np.arange(size) < rows).astype(np.float32)
 

@@ -84,5 +84,5 @@ def has_effects(jaxpr: Any) -> bool:
 
 
 def _of_refs(jaxpr: Any) -> bool:
-    """Return whether a jaxpr takes refs. It is a kernel's body if the equation that contains it takes no refs."""
+    """Return whether a jaxpr takes refs. If its equation takes no refs, such a jaxpr is a kernel's body."""
     return any(map(compat.is_ref, jaxpr.invars))

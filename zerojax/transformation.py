@@ -216,8 +216,8 @@ class TreeTransformation(optax.GradientTransformationExtraArgs):
             weighted: Whether the loss is `(total, weight)`. The mean loss is then the sum of the totals divided by the
                 sum of the weights, which are not differentiated, over all microbatches and devices. If a weight is
                 negative or the weights sum to zero, the mean loss and the gradients are NaN.
-            mutable: Whether the loss has a mutable state, as for `train_step`. `f(params, mutable, batch, *args)` then
-                returns `((loss, mutable), grads)`, or `((loss, mutable, aux), grads)` with `has_aux`.
+            mutable: Whether the loss has a mutable state, as for `train_step`. If it has, `f(params, mutable, batch,
+                *args)` returns `((loss, mutable), grads)`, or `((loss, mutable, aux), grads)` with `has_aux`.
             accumulate: Number of microbatches per device. Their losses and gradients are computed one after the other,
                 so that only one microbatch's activations are in memory. Keys in `*args` are folded with the index of
                 the microbatch.

@@ -46,7 +46,7 @@ def zero_shard(
     """Shard an optax transformation, and the training around it, over mesh axes.
 
     Args:
-        tx: Any optax transformation. Its update computes on logical arrays, so the result equals plain optax's.
+        tx: Any optax transformation. Its update computes on logical arrays, so the result is that of plain optax.
         stage: 0 replicates everything. 1 shards the optimizer state, 2 also shards gradients, and 3 also parameters.
         mesh: The mesh for all results, with Auto or Explicit axes. It may consist of devices that this machine does not
             have. None: all devices on one axis. Sharding over axes that are not in `axis` is left to the compiler. In
@@ -64,8 +64,8 @@ def zero_shard(
             `train_step` streams them chunk by chunk, and `update` copies all of them to the device at once. With
             `params="host"`, a hand-written loop must move parameters to `jax.memory.Space.Device` before
             `optax.apply_updates`, and the result back: `jax.device_put(result, tx.shardings(params).params)`.
-        view: Which rows a loss function sees. `"global"`: all rows, as under `jax.jit` on one device. `"device"`: the
-            rows of its device, as under `pmap`. The loss may then use collectives over `axis`. The losses are averaged.
+        view: Which rows a loss function sees. `"global"`: all rows, as under `jax.jit` on one device. `"device"`: only
+            one device's rows, as under `pmap`. Such a loss may use collectives over `axis`. Its values are averaged.
         tuning: Settings of memory, bytes sent and time, such as `Tuning(prefetch=2)`. None: the defaults.
         wire: Which collectives send quantised data, such as `Wire(gather="int8", reduce="int4")`. None: none.
         batch_spec: How the batch is divided: a `PartitionSpec` that begins with `axis`, such as

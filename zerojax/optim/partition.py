@@ -3,8 +3,8 @@
 A group is computed when its offloaded state is on the device. Transformations are not recognised by name. `tx.update`
 is traced, to find the offloaded arrays that each result depends on. Results that depend on no offloaded array (a count,
 a schedule, the norm of all gradients) form the first group, which runs in the program that computes the gradients. Any
-other group has all results that depend on the same offloaded arrays. If they are elementwise, the group is updated in
-chunks.
+other group has all results that depend on the same offloaded arrays. If these results are elementwise, the group is
+updated in chunks.
 """
 
 from __future__ import annotations
