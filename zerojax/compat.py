@@ -62,7 +62,7 @@ def common_dtype(first: Any, second: Any) -> np.dtype:
 
 
 def opened(closed) -> tuple[Any, Sequence]:
-    """Split `closed` into `(jaxpr, consts)`. `consts` has the values of `constvars_of(jaxpr)`."""
+    """Split `closed` into `(jaxpr, consts)`: an open jaxpr, and the values of its constvars."""
     if isinstance(closed, core.ClosedJaxpr) and hasattr(closed, "jaxpr"):
         return closed.jaxpr, tuple(closed.consts)
     return closed, ()

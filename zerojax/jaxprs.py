@@ -69,7 +69,7 @@ def facts(eqn: Any) -> primitives.Facts:
 
 
 def is_linear(eqn: Any) -> bool:
-    """Return whether an equation is linear in an operand, or in several jointly, so that it can be applied to summands.
+    """Return whether an equation is linear in an operand, or in several jointly: each summand can be mapped alone.
 
     Rounding to integers, or to fewer bits than bfloat16 has, does not count as linear: each summand would be rounded.
     """

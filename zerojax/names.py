@@ -91,7 +91,7 @@ def _inside(transforms: Sequence[str], scopes: Sequence) -> Any:
 
 
 def outside_transforms() -> Any:
-    """Leave the innermost name scopes that JAX's transforms added, such as `jvp`."""
+    """Enter the current name scopes without the innermost ones that JAX's transforms added, such as `jvp`."""
     stack = source_info_util.current_name_stack()
     while len(stack) and isinstance(stack.stack[-1], _TRANSFORM):
         stack = stack[:-1]

@@ -205,7 +205,7 @@ class Collectives(ManualCollectives):
         return own_rows.warn_of_kernels(self.follower.undivided.values())
 
     def by_worker(self, cotangents: Sequence[Array], shapes: Sequence[tuple]) -> list[Array] | None:
-        """Return each cotangent as one partial sum per worker. Return None if no cotangent has partial sums."""
+        """Return each cotangent as one partial sum per worker. If all have their logical `shapes`, return None."""
         pairs = list(zip(cotangents, shapes, strict=True))
         if all(x.ndim == len(shape) for x, shape in pairs):
             return None

@@ -180,7 +180,7 @@ def is_typed(x: Any) -> bool:
 
 
 def with_types(tree: PyTree) -> Any:
-    """Wrap each array that is divided over Explicit axes in `Typed`, so that the Auto mesh keeps the array's type."""
+    """Wrap in `Typed` each array that Explicit axes divide, so that its type is still known on the Auto mesh."""
 
     def one(x):
         spec = explicit_part(sharding_of(x).spec, mesh_of(x)) if is_explicit(x) else PartitionSpec()

@@ -86,7 +86,7 @@ def rank() -> tuple[int, int]:
 
 
 class Events:
-    """A record of this process's calls, such as steps. It also reads the records of the other processes."""
+    """Records the calls of this process, such as steps, and reads the records of the other processes."""
 
     def __init__(self):
         self._calls: collections.deque[Call] = collections.deque(maxlen=REMEMBERED)
@@ -123,7 +123,7 @@ class Events:
         return call
 
     def limit(self, call: Call, seconds: float | None, *, ends: bool) -> None:
-        """Watch a call: if it has not ended `seconds` after the previous one, say so, and end the process if `ends`."""
+        """Watch a call: if it has not ended `seconds` after the previous one, say so; with `ends`, end the process."""
         if seconds is None:
             return
         call.limit, call.ends = seconds, ends
@@ -282,7 +282,7 @@ def give_notice(status: int, text: str, *, leaves: bool = False) -> None:
 
 
 def leave(status: int, text: str) -> None:
-    """Tell the other processes why this process ends, and end it at once."""
+    """Tell the other processes why this process ends, and end this process at once."""
     if rank()[1] > 1 and coordination_client() is not None:
         with suppress(Exception):
             give_notice(status, text, leaves=True)
@@ -342,8 +342,8 @@ class Processes:
     def exchange(self, topic: str, message: str) -> list[str]:
         """Send a message to all other processes, and return the message of each process, in the order of their indices.
 
-        `topic` is a verb that says what this process is about to do. Raise an `error` that names a process that
-        sends nothing within the timeout, or has ended, and a `ValueError` if another process makes a different call.
+        `topic` is a verb that says what this process is about to do. Raise an `error`, which names the process, if one
+        sends nothing within the timeout or has ended. Raise a ValueError if another process makes a different call.
         """
         if self.count == 1:
             return [message]

@@ -91,7 +91,7 @@ class TypedLoss:
 
 
 def on_one_device(config: Config) -> Config:
-    """Return a configuration in which a mesh with Explicit axes is replaced by one device with the same axes."""
+    """Return a configuration to trace on one device, which replaces a mesh with Explicit axes but keeps the axes."""
     mesh = config.user_mesh
     if not mesh.explicit_axes:
         return config

@@ -112,7 +112,7 @@ def fits(place: Place, shape: Sequence[int], count: int) -> bool:
 
 
 def together(row_dims: Sequence[RowDims]) -> RowDims:
-    """Combine the row dims of an elementwise equation's operands. All operands have the same shape."""
+    """Combine the row dims of an elementwise equation's operands of one shape. UNKNOWN if they contradict."""
     first = row_dims[0]
     if all(rows is first or rows == first for rows in row_dims):
         return uncounted(first)
@@ -126,17 +126,17 @@ def together(row_dims: Sequence[RowDims]) -> RowDims:
 
 
 def uncounted(rows: RowDims) -> RowDims:
-    """Remove `counting` from row dims, because the value's entries are no longer these indices."""
+    """Remove `counting` from row dims, because the value's entries are no longer 0, 1, 2, and so on."""
     return dataclasses.replace(rows, counting=frozenset()) if rows is not None and rows.counting else rows
 
 
 def off(dims: Sequence[int], rows: RowDims) -> RowDims:
-    """Return `rows`, or UNKNOWN if one of `dims`, along which entries are mixed, holds the followed dim."""
+    """Return `rows`, or UNKNOWN if one of `dims` holds the followed dim. Entries are mixed along `dims`."""
     return UNKNOWN if rows is None or any(rows.along(int(dim)) for dim in dims) else rows
 
 
 def ragged(rows: RowDims, dims: Sequence[int]) -> RowDims:
-    """Return `rows`, but no longer uniform along `dims`, because the entries may now differ there."""
+    """Return `rows`, but no longer uniform along `dims`, because the entries may now differ along `dims`."""
     return rows if rows is None else Places(rows.places, rows.uniform.difference(map(int, dims)))
 
 
@@ -189,7 +189,7 @@ def _place_of(start: int, end: int, shape: Sequence[int]) -> Place | None:
 
 
 def _in_last_part(old: Sequence[int], place: Place, new: Sequence[int], count: int) -> Place | None:
-    """Return the last of the new dims if a reshape splits the followed dim (as rows into microbatches), or None."""
+    """Return the last part of a split followed dim (as rows into microbatches) if `count` divides it, or None."""
     end = math.prod(old[: place.dim + 1])
     after = math.prod(new)
     for dim in reversed(range(len(new))):
