@@ -188,8 +188,9 @@ class _Evaluation:
     def _combined(self, eqn: Any, operands: Sequence, own: Sequence[Dim], division: Division) -> jax.Array:
         """Return a reduction or an inner product over devices. XLA combines independent ones in one collective."""
         name, axes = eqn.primitive.name, division.axes
-        # A reduction of no elements returns the identity.
-        identity = 0 if name == "dot_general" else getattr(lax, name)(jnp.zeros(0, operands[0].dtype), [0])
+        identity: Any = 0
+        if division.total > division.length and name != "dot_general":
+            identity = getattr(lax, name)(jnp.zeros(0, operands[0].dtype), [0])  # a reduction of no elements
         filled = [x if d is None else division.fill(x, d, identity) for x, d in zip(operands, own, strict=True)]
         if name in _EXTREMA:
             return _extremum(filled[0], name, tuple(eqn.params["axes"]), axes, self._label)
