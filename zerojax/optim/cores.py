@@ -128,7 +128,7 @@ class CoreFinder:
         return self._described(i, leaf, sorted(core), read)
 
     def _described(self, i: int, leaf: Leaf, core: list[int], read: list) -> Core | str:
-        """Return a `Core` of the equations `core`, which read the variables `read`, or why there is no core."""
+        """Return the equations `core`, which read the variables `read`, as a `Core`, or why owners cannot run them."""
         position, this, all_eqns = self.traced.positions, frozenset((i,)), self.traced.jaxpr.eqns
         arrays, small, shared, outs, small_outs, taken = [], [], [], [], [], set(core)
         for v in read:

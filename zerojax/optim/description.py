@@ -61,7 +61,7 @@ def description_of(tx: optax.GradientTransformation, trained: Layout) -> Descrip
 
 
 def structure_of(state: Any, params: Any) -> str:
-    """Return a state's nested types as text, with `params` for a part that has the structure of the parameters."""
+    """Return a state's nested types as text. A part with the structure of the parameters becomes `PARAMS`."""
     if state == params:
         return PARAMS
     if (data := state.node_data()) is None:

@@ -109,7 +109,7 @@ class PlannedUpdate:
 
     @functools.cached_property
     def units(self) -> dict[int, Unit]:
-        """Map each offloaded leaf of the state to its unit. `1 - fraction` of the bytes stay on the device."""
+        """Map each offloaded leaf of the state to its unit. At least `Offload.fraction` of all bytes are offloaded."""
         if self.flat.config.offload is None:
             return {}
         units, sizes = self._candidates, collections.Counter[Unit]()
@@ -345,7 +345,7 @@ def may_chunk(equations: Equations, units: dict[int, Unit], i: int) -> bool:
 
 
 def dependencies(jaxpr: Any, known: dict[Any, frozenset], without: Collection = ()) -> dict[Any, frozenset]:
-    """Map each variable to the union of the `known` sets that it depends on, except through variables in `without`."""
+    """Map each variable to the union of the sets of all `known` variables behind it. Ignore variables in `without`."""
     known = dict(known)
     for eqn in jaxpr.eqns:
         if found := union(known, eqn.invars):

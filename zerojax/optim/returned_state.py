@@ -41,7 +41,7 @@ class Annotated:
 
 
 def seen_in(state: PyTree) -> dict[str, tuple]:
-    """Return the facts in an `Annotated` state as keyword arguments of `layout_of`. Other states give no arguments."""
+    """Return the facts in an `Annotated` state as keyword arguments of `layout_of`; {} for other states."""
     return {"others": state.others, "overwritten": state.overwritten} if isinstance(state, Annotated) else {}
 
 
@@ -128,8 +128,8 @@ def all_on_host(config: Config, plan: ShardingPlan, state: PyTree) -> PyTree:
 def rechunked(config: Config, plan: ShardingPlan, state: PyTree) -> PyTree:
     """Put `Chunked` nodes back into a state from which Flax's `nnx.update` has removed them.
 
-    After the first update, an `nnx.Optimizer` stores each node as nested dicts of chunks. Any other state is returned
-    unchanged.
+    After its first update, an `nnx.Optimizer` has nested dicts of chunks instead of these nodes. A state without such
+    dicts is returned unchanged.
     """
     if is_on_disk(config):
         return state

@@ -185,7 +185,7 @@ def state_shardings(config: Config, plan: ShardingPlan) -> PyTree:
 
 
 def state_shapes(config: Config, plan: ShardingPlan) -> PyTree:
-    """Return the storage shapes and shardings of the state as a tree. A node of state on disk belongs to no files."""
+    """Return the storage shapes and shardings of the state as a tree. Nodes of state on disk have no files."""
     shape = lambda leaf: jax.ShapeDtypeStruct(leaf.storage_shape, leaf.dtype, sharding=leaf_sharding(config, leaf))
     found: list[Any] = [*map(shape, plan.state)]
     if plan.offloaded:

@@ -145,7 +145,7 @@ def update_shards(
     """Run one step of the optimizer on sharded leaves, and return `(updates, state)`.
 
     Gradients, parameters and updates have the storage shapes of `plan.grads`. With `applies`, the new parameters in
-    their stored types are returned instead of updates. A gradient that is wider than its parameter is not cast.
+    their stored types are returned instead of updates. A gradient that is wider than its parameter stays wide.
 
     Raises:
         TypeError: If state is offloaded, and wide gradients make a leaf of the state wider than `init` made it.

@@ -40,7 +40,7 @@ class Function:
 
 
 def eval_step(config: Config, fn: Callable) -> Callable:
-    """Return the jitted function; see `ZeroTransformation.eval_step`."""
+    """Return a jitted function for evaluation; see `ZeroTransformation.eval_step`."""
     given, config = config, dataclasses.replace(config, view="global")
 
     def run(others, params, batch, *args):

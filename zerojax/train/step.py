@@ -201,7 +201,7 @@ class Step:
 
     @property
     def compiler_options(self) -> Mapping[str, Any]:
-        """Return the options of XLA with which the step is compiled: those of the user, or those for the mesh."""
+        """Return the options of XLA with which the step is compiled: the user's options, or options for the mesh."""
         return self.program.compiler_options
 
     @property

@@ -137,8 +137,8 @@ class StepProgram:
         """Run the part of a step that does not need offloaded state, and return `(state, metrics, inputs)`.
 
         `state.opt_state` must be a list with one array per leaf, and None for each offloaded leaf. The returned state
-        has no parameters and no optimizer state. `inputs` has those that are updated already, and the arrays from
-        which the streamed update computes the others. If nothing is offloaded, all are updated already.
+        has no parameters and no optimizer state. `inputs` has the parameters and state that are updated already, and
+        what the streamed update needs to compute the others. If nothing is offloaded, there are no others.
         """
         done = self._gradients(state, batch, args)
         grads = cast(done.gradients.grads, [leaf.dtype for leaf in state.plan.grads])
