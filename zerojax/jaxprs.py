@@ -69,9 +69,10 @@ def facts(eqn: Any) -> primitives.Facts:
 
 
 def is_linear(eqn: Any) -> bool:
-    """Return whether an equation is linear in an operand, or in several jointly: each summand can be mapped alone.
+    """Return whether an equation is linear in one operand, or in several operands jointly.
 
-    Rounding to integers, or to fewer bits than bfloat16 has, does not count as linear: each summand would be rounded.
+    A linear equation can be applied to each term of a sum. Rounding to integers, or to fewer bits than bfloat16 has,
+    does not count as linear, because each term would be rounded.
     """
     if eqn.primitive.name == "reduce_precision":
         return eqn.params["mantissa_bits"] >= jnp.finfo(jnp.bfloat16).nmant

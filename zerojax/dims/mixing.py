@@ -97,7 +97,7 @@ def tile_rule(eqn: Any, row_dims: Sequence[RowDims], context: Context) -> RowDim
 
 
 def along_rule(eqn: Any, row_dims: Sequence[RowDims], context: Context) -> list[RowDims]:
-    """Find the followed dim after a sort, reversal, top-k or accumulation: unknown if that is along this dim."""
+    """Find the followed dim after a sort, reversal, top-k or accumulation: unknown if it is sorted or accumulated."""
     names, ndim = ("axis", "dimension", "reduction_dimension"), len(eqn.invars[0].aval.shape)
     axis = next((int(eqn.params[name]) for name in names if name in eqn.params), -1)
     dims = eqn.params.get("dimensions", (axis % ndim,))
@@ -111,7 +111,7 @@ def window_rule(eqn: Any, row_dims: Sequence[RowDims], context: Context) -> RowD
 
 
 def batched(rows: RowDims, ndim: int) -> RowDims:
-    """Return the places of `rows`, or UNKNOWN if one is not in the first `ndim` dims. Other dims mix elements."""
+    """Return the places of `rows`, or UNKNOWN if one is not in the first `ndim` dims. Elements mix along others."""
     if rows is None or any(place.dim >= ndim for place in rows.places):
         return UNKNOWN
     return Places(rows.places)
@@ -122,7 +122,7 @@ def _of_arrays(eqn: Any, row_dims: Sequence[RowDims]) -> RowDims:
 
 
 def convolution_rule(eqn: Any, row_dims: Sequence[RowDims], context: Context) -> RowDims:
-    """Find the followed dim after a convolution. It may be the batch dim, a feature dim, or a contracted dim."""
+    """Find the followed dim after a convolution. In an operand, it may be the batch dim or a feature dim."""
     lhs, rhs = row_dims
     if lhs is None or rhs is None:
         return UNKNOWN

@@ -112,7 +112,7 @@ def fits(place: Place, shape: Sequence[int], count: int) -> bool:
 
 
 def together(row_dims: Sequence[RowDims]) -> RowDims:
-    """Combine the row dims of an elementwise equation's operands of one shape. UNKNOWN if they contradict."""
+    """Combine the row dims of an elementwise equation's operands of one shape. If these disagree, return UNKNOWN."""
     first = row_dims[0]
     if all(rows is first or rows == first for rows in row_dims):
         return uncounted(first)

@@ -91,7 +91,6 @@ def unflatten_params(stored: Sequence[Any], layout: Layout, leaves: Sequence[Lea
 
 
 def storage_forms(leaves: Sequence[Leaf]) -> tuple[Form, ...]:
-    """Return the form that each leaf has in a tree in storage form."""
     padded = [leaf.dim if leaf.kind == "sharded" and leaf.padding > 0 else None for leaf in leaves]
     pairs = zip(leaves, padded, strict=True)
     return tuple(None if dim is None else (dim, leaf.storage_shape[dim]) for leaf, dim in pairs)
@@ -194,8 +193,8 @@ def pin_to_plan(
 ) -> list[Shaped[Array, "*storage"]]:
     """Constrain stored arrays to their layouts along the data axes, under `jax.jit`. Skip arrays in host memory.
 
-    `comm.mesh.constrain` lets the compiler choose the layout of a replicated leaf if the mesh has other axes. With that
-    alone, a loop over steps would shard the leaf between steps, and gather it twice (for the loss and the update).
+    `comm.mesh.constrain` lets the compiler choose the layout of a replicated leaf if the mesh has other axes. In a loop
+    over steps, the compiler would shard the leaf between steps, and gather it twice (for the loss and the update).
     """
     pinned = [i for i, x in enumerate(stored) if not is_on_host(x)]
     axes = config.data.batch
