@@ -58,7 +58,7 @@ class Checkpointer:
             keep: How many of the newest checkpoints to keep. None keeps all checkpoints.
             every: Save only steps that are multiples of this number.
             timeout: Seconds to wait for the other processes before an error is raised.
-            read_only: Allow only restoring and verifying. Another run may then write to the directory.
+            read_only: Allow only restoring and verifying. Another run may write to the directory meanwhile.
 
         Raises:
             CheckpointError: If another run writes to the directory, or this process cannot write to it.
@@ -110,7 +110,7 @@ class Checkpointer:
         """Begin to save a state. A thread writes it while training continues.
 
         The values at the time of this call are saved, even if the next step donates the state. If another save is
-        still under way, this call waits for it first.
+        still under way, this call waits for that save first.
 
         Args:
             state: The state of the run.
@@ -203,7 +203,7 @@ class Checkpointer:
         return folders.steps_in(self.directory)
 
     def verify(self, step: int | None = None) -> list[int]:
-        """Check every file of one checkpoint, or of all checkpoints, against its digest.
+        """Check every file of one checkpoint, or of all checkpoints, against the file's digest.
 
         Args:
             step: The step to check; None checks all steps.

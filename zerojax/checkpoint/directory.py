@@ -33,7 +33,7 @@ MANIFEST, MANIFEST_DIGEST = "manifest.json", "manifest.sha256"
 
 
 def step_number(step: Any) -> int:
-    """Return the user's `step` as an int. Raise an error if it is not an integer, or is negative."""
+    """Return the user's `step` as an int. Raise an error if it is not an integer, is negative, or has over 63 bits."""
     try:
         number = operator.index(step)
     except TypeError:
@@ -90,7 +90,7 @@ def clean(directory: Path) -> None:
 def temporary_name(step: int) -> str:
     """Return the name of a new folder to write a checkpoint into.
 
-    Every save uses a new name, because late writes of a failed save may create its folder again.
+    Every save uses a new name, because late writes of a failed save may create that save's folder again.
     """
     return f"{TEMPORARY}{step_name(step)}-{secrets.token_hex(4)}"
 

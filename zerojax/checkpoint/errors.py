@@ -15,7 +15,7 @@ class CheckpointError(RuntimeError):
 
 
 class ReplacedError(CheckpointError):
-    """Another run, which saves to the same directory, removed or replaced the checkpoint while it was read."""
+    """Another run, which saves to the same directory, removed or replaced the checkpoint while this run read it."""
 
 
 class DamagedError(CheckpointError):

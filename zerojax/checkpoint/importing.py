@@ -40,7 +40,7 @@ def import_params(path: str | Path, like: ZeroState | PyTree, *, mapping: Names 
     Args:
         path: A folder, or one file.
         like: A state or a tree of parameters, with arrays or shapes as leaves. The names, shapes, types and shardings
-            of the result are those of `like`. Floating tensors are cast to its types.
+            of the result are those of `like`. Floating tensors are cast to the types of `like`.
         mapping: Maps names in the file to leaves, as `zerojax.checkpoint.mapping` describes. None expects that
             each tensor's name is a leaf's keys joined by dots, as in the files that `export` writes.
 

@@ -61,7 +61,7 @@ class PackedPiece:
 
 @dataclasses.dataclass(frozen=True)
 class SavedLeaf:
-    """A leaf as it was saved."""
+    """The record of a saved leaf."""
 
     name: str  # the name that errors print
     path: tuple[str, ...]  # the leaf's keys, starting with the field of the state
@@ -108,7 +108,7 @@ class Manifest:
         return names[0] if arrays == ARRAYS and separator and names else ""
 
     def packed(self) -> dict[str, list[tuple[SavedLeaf, PackedPiece]]]:
-        """Return the pieces in each file of packed leaves, with their leaves, in the order of `leaves`."""
+        """Return, for each file of packed leaves, these leaves with their pieces, in the order of the file."""
         files: dict[str, list[tuple[SavedLeaf, PackedPiece]]] = {}
         for leaf in self.leaves:
             for one in leaf.pieces:
@@ -250,7 +250,7 @@ def existing_step(root: Path, step: int | None, steps: Sequence[int]) -> int:
 
 
 def verified(root: Path, step: int, processes: Processes | None = None) -> Manifest:
-    """Check the files of a checkpoint, shared among `processes`. Return its manifest, or raise a `DamagedError`."""
+    """Check a checkpoint's files, which `processes` divide (None: all here). Return its manifest, or raise an error."""
     folder = root / step_name(step)
     manifest = read_manifest(folder)
     index, count = (0, 1) if processes is None else (processes.index, processes.count)

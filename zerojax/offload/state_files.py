@@ -149,7 +149,7 @@ class StateFiles:
         return np.array(self._version + 1, np.int32)
 
     def advance(self) -> None:
-        """End a step, whose writes made the next version. States of earlier versions can then no longer be read."""
+        """End a step, whose writes made the next version. Afterwards, states of earlier versions cannot be read."""
         self._copy_all()
         self._version += 1
 

@@ -150,8 +150,8 @@ class ChunkGradients:
 
     In each microbatch, a chunk's gradient is summed over the chunk's uses and scaled, and the sum over the microbatches
     so far is written. In the last microbatch, the weights of the whole loss are known, and each sum is multiplied by
-    the factor that makes the sum the gradient of the loss. The update may need scalars of a gradient. They are computed
-    from the product before it is written, so that the update reads each gradient only once.
+    the factor that makes the sum the gradient of the loss. Scalars that the update needs are computed from the product
+    before the product is written, so that the update reads each gradient only once.
     """
 
     def __init__(

@@ -53,7 +53,7 @@ class Stage:
     """The forward and backward programs of a segment.
 
     The programs take parameters as shards. A shard that is one row of a stack has a dim 0 of length 1, as on disk.
-    `operands` are the values, such as layer indices, that the slices of other shards read.
+    Programs slice any other stack themselves; `operands` are the values that these slices read, such as layer indices.
     """
 
     def __init__(

@@ -124,7 +124,7 @@ def updated_chunk(key: ProgramKey, params: Sequence, state: Sequence, inputs: Gr
 
 
 def operands(key: ProgramKey, params: Sequence, state: Sequence, inputs: GroupInputs) -> list:
-    """Return the values that the equations read, in their types. Full arrays lose their padding."""
+    """Return the values that the equations read, each in the type of its layout. Full arrays lose their padding."""
 
     def typed(arrays: Sequence[Array], leaves: Sequence[Leaf]) -> list:
         arrays = [x.astype(leaf.dtype) for x, leaf in zip(arrays, leaves, strict=False)]

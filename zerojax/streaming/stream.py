@@ -115,7 +115,7 @@ class StreamedUpdate:
         return params, state
 
     def runs_on_host(self, group: UpdateGroup) -> bool:
-        """Return whether the host updates `group`. Full arrays are not, because they span all devices."""
+        """Return whether the host updates `group`. Full arrays are not updated there, because they span all devices."""
         return self.update == "host" and group.chunking is not None
 
     def compiled(self, key: ProgramKey, *args: Any) -> Callable:
