@@ -189,7 +189,7 @@ class Collectives(ManualCollectives):
         return partial_sums.evaluate_backward(closed, values, options, grads=grads, rows=rows, experts=experts)
 
     def on_own_rows(self, closed: Any, rows: Sequence[RowDims]) -> Any:
-        """Return a jaxpr whose kernels run on each device's rows, if possible. `rows` has the arguments' row dims."""
+        """Return a jaxpr whose kernels run on each device's rows where possible. `rows` has the arguments' row dims."""
         if self._workers == 1 or not jaxprs.has_kernel(compat.opened(closed)[0]):
             return closed
         from zerojax.comm import own_rows

@@ -71,7 +71,7 @@ def _of_equal_size(place: Place, old: Sequence[int], new: Sequence[int]) -> Iter
 
 
 def _of_other_size(place: Place, old: Sequence[int], new: Sequence[int]) -> Iterator[Place]:
-    """Yield the same dim if the result's shape looks as if this dim was split, merged with the next dims, or sliced.
+    """Yield the dim of `place` if the result's shape looks as if it was split, merged with the next dims, or sliced.
 
     A kernel may merge the rows with heads, for example. Other shapes are no evidence: dims of parameters are often
     multiples of the number of rows, too.

@@ -111,7 +111,7 @@ def window_rule(eqn: Any, row_dims: Sequence[RowDims], context: Context) -> RowD
 
 
 def batched(rows: RowDims, ndim: int) -> RowDims:
-    """Return the places of `rows`, or UNKNOWN if one is not in the first `ndim` dims. Elements mix along others."""
+    """Return row dims after elements are mixed along the dims from `ndim` on: UNKNOWN if one of these holds rows."""
     if rows is None or any(place.dim >= ndim for place in rows.places):
         return UNKNOWN
     return Places(rows.places)

@@ -131,7 +131,7 @@ def uncounted(rows: RowDims) -> RowDims:
 
 
 def off(dims: Sequence[int], rows: RowDims) -> RowDims:
-    """Return `rows`, or UNKNOWN if one of `dims` holds the followed dim. Entries are mixed along `dims`."""
+    """Return `rows`, or UNKNOWN if one of `dims`, whose entries are mixed, holds the followed dim."""
     return UNKNOWN if rows is None or any(rows.along(int(dim)) for dim in dims) else rows
 
 

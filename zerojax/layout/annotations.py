@@ -113,7 +113,7 @@ def is_stored_as(x: Any, leaf: Leaf) -> bool:
 
 
 def other_axes(x, metadata: tuple, data: DataMesh) -> tuple:
-    """Return, for each dim of `x`, the mesh axes that already divide it: experts' axes, and those of the compiler."""
+    """Return, for each dim of `x`, the mesh axes that already divide it: experts' axes, and the compiler's axes."""
     array = x.storage if is_padded(x) else x
     # The sharding of a traced array is in its type, and names only Explicit axes.
     sharding = getattr(jax.typeof(array) if isinstance(array, jax.core.Tracer) else array, "sharding", None)
