@@ -46,8 +46,8 @@ def on_preemption(signals: Sequence[signal.Signals] = (signal.SIGTERM, signal.SI
     """Let the training loop finish its step, save and leave when a signal comes.
 
     The first signal is only recorded. A second signal of the same kind has its usual effect, so a second Ctrl-C stops
-    the run at once. With several processes, JAX's preemption service handles SIGTERM, and all
-    other signals keep their usual effect, because the processes could not agree on a step.
+    the run at once. With several processes, JAX's preemption service handles SIGTERM, and all other signals keep their
+    usual effect, because the processes could not agree on a step.
 
     Args:
         signals: The signals that ask the run to end.

@@ -154,8 +154,8 @@ class Match:
 def match(manifest: Manifest, like: ZeroState, *, partial: bool | str, where: str, remedy: str) -> Match:
     """Match saved leaves with those of `like` by name.
 
-    If leaves differ and `partial` is False, or if no parameter matches, raise a `ValueError`, which names the saved
-    state `where` and ends with `remedy`. With `partial="params"`, only parameters and mutable state can match.
+    Raise a `ValueError` if leaves differ and `partial` is False, or if no parameter matches. In errors, `where` names
+    the saved state, and `remedy` says what to do. With `partial="params"`, only parameters and mutable state can match.
     """
     saved, wanted = manifest.leaves, state_leaves(like)
     by_name = {leaf.name: leaf for leaf in saved}
@@ -207,7 +207,7 @@ def why_not_restorable(saved: SavedLeaf | None, wanted: StateLeaf) -> str:
 
 
 def is_rounded(saved: SavedLeaf, wanted: StateLeaf) -> bool:
-    """Return whether restoring rounds the parameter `saved` to the narrower type of `wanted`, as `create` would."""
+    """Return whether restoring rounds the parameter `saved` to the narrower type of `wanted`, as `tx.create` does."""
     return wanted.narrow and saved.dtype != wanted.dtype and widens_exactly(wanted.dtype, saved.dtype)
 
 

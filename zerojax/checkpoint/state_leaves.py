@@ -126,7 +126,7 @@ def keys_of(path: tuple) -> tuple[str, ...]:
 
 
 def convert(x: Any, source: Leaf, target: Leaf, sharding: Sharding) -> Any:
-    """Convert a stored array from one layout and type to another on its devices. Equal conversions share a program."""
+    """Convert a stored array to another layout and type, on the array's devices. Equal conversions share a program."""
     return converter(source, target, sharding)(x)
 
 

@@ -67,7 +67,7 @@ def in_blocks(
 
 
 def _loop(fn, wide, scalars, overwrites, dtypes, block, order):
-    """Process the blocks of flat operands in order. All blocks have one size, so the last two blocks may overlap."""
+    """Process the blocks of flat operands in order. All blocks have the same size, so the last two may overlap."""
     size = wide[0].size
     kept = {i: x for i, x in enumerate(wide) if i not in overwrites}
     fresh = lambda dtype: _in_memory_of(jnp.zeros(size, dtype), wide[0])

@@ -56,8 +56,8 @@ class Chunking:
 def chunking_of(leaf: Leaf, chunk_bytes: int) -> Chunking:
     """Divide each device's shard into equal chunks of at most `chunk_bytes`. The last chunk may be shorter.
 
-    The first dim that is long enough is chunked, because chunks along dim 0 are contiguous in memory. Dims that
-    non-data mesh axes divide are not chunked. A chunk has a length of at least 1, even if that exceeds `chunk_bytes`.
+    The first dim that is long enough (or else the longest) is chunked, because chunks along dim 0 are contiguous. Dims
+    that non-data mesh axes divide are not chunked. A chunk may exceed `chunk_bytes` if its length in the dim is 1.
     """
     local = leaf.local_shape
     free = [d for d in range(len(local)) if d >= len(leaf.others) or not leaf.others[d]]
@@ -150,7 +150,7 @@ def parts_of(shape: tuple[int, ...], sharding: Sharding) -> dict[tuple[tuple[int
 
 
 def host_shards(array: Array) -> list[np.ndarray]:
-    """Copy the shards of an array that this process holds to the host. The shards are in the order of `parts_of`."""
+    """Copy this process's shards of an array to the host. The shards are in the order of `parts_of`."""
     data = {shard.device: shard.data for shard in array.addressable_shards}
     return [np.asarray(data[devices[0]]) for devices in parts_of(array.shape, array.sharding).values()]
 
