@@ -1,27 +1,27 @@
 """The engine of stage 3 gathers each parameter where the loss uses it, and reduce-scatters its gradient.
 
-`train.gradients` lets the engine trace a loss to a `Program`, and then runs the program forward and backward. A program
+`engine.trace_loss` traces a loss to a `Program`, and `train.gradients` runs the program forward and backward. A program
 is a list of segments. A segment has equations of the loss that run together on the same gathered parameters. The loss
 
     jnp.mean((jnp.tanh(x @ w1) @ w2 - y) ** 2)
 
 has four segments: `x @ w1`, `tanh`, the product with `w2`, and the mean. The two segments that gather are blocks. The
-first block hides the gather of `w2`, which starts together with it. After a block, its parameters are dropped. The
-backward pass runs the segments in reverse, and gathers the parameters that it reads again.
+gather of `w2` starts when the first block starts, so that `x @ w1` hides the gather. After a block, its parameters are
+dropped. The backward pass runs the segments in reverse, and once more gathers each parameter before its use.
 
 The engine runs in two views. In device view, a value is one device's part of an array. In global view, the default, a
 value is a global array, which the compiler divides over the devices. The engine calls the same methods of `Collectives`
 in both views.
 
-Code here compares a gradient's `ndim` with that of its parameter, and counts dims from the end. The reason is global
-view, where a gradient that is not reduced yet may have one more dim in front: `(workers, *shape)`, with one partial sum
-per worker. With hybrid sharding, a reduce-scattered gradient may have `(groups, *shape)` in the same way. In device
-view, no gradient has this dim.
+In global view, a gradient that is not reduced yet may have one more dim in front than its parameter. Its shape is then
+`(workers, *shape)`, with one partial sum per worker. With hybrid sharding, the shape of a reduce-scattered gradient may
+be `(groups, *shape)`, with one partial sum per group of devices. So code here compares a gradient's `ndim` with its
+parameter's, and counts dims from the end. In device view, no gradient has the additional dim.
 
 Read docs/engine.md first, and then these files, in this order. A loss like the one above needs no other file.
 
     planner         turns the jaxpr of the loss into a `Program`, and lists the optional passes
-    rules           has the table of rules that decides about each equation
+    rules           has a table of rules; the first rule that matches an equation decides what happens to the equation
     engine          `trace_loss` makes a program, and `run_forward` and `run_backward` run it
     vjp             makes the forward and backward pass of one segment, and chooses the residuals to store
     segments        defines `Program` and the kinds of segments
@@ -45,17 +45,19 @@ Values that are computed on a shard, or on one layer of a stack:
     reduced         computes reductions of parameters, such as penalties and norms, on shards
     shardwise       computes quantised weights on shards, and differentiates them
     narrow          finds quantised weights, and moves their computation to the start of the loss
-    unread          opens functions with a custom derivative that read a parameter only to quantise it
+    unread          lets functions with a custom derivative take a quantised value instead of the whole parameter
     per_layer       moves a change of a whole stack of layers into the loop that gathers them one by one
 
-Work that is shared:
-    clusters        finds equations that share a gather with an earlier use of their parameter
+Work that is shared. `engine.gather_groups` decides which blocks share a gather. `clusters` makes uses of one parameter
+neighbours, so that they can share it. `schedule._gather` gathers parameters with equal keys once. A weight that two
+blocks of different groups use is gathered once for each group:
+    clusters        finds equations that share a gather with another use of their parameter
     merged          merges equations that compute the same value
     equal           lets equal segments share their passes, and keeps the names of each
 
 Around these:
     known_parts     divides a `shard_map` into what it computes from parameters alone, and the rest
-    on_use          makes a program a function that JAX differentiates, for evaluation
+    on_use          turns a program into a function that JAX differentiates, for evaluation
     working_set     counts how much is gathered at a time, for `check` and `estimate`
     tiled           `block` marks a layer; `tiled` runs a loop over tiles of a sequence as one block
 """

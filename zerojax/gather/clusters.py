@@ -1,9 +1,10 @@
-"""Find equations that need one whole parameter and have small results, so that they share a gather of the parameter.
+"""Find equations that can share a gather with another use of their parameter.
 
-Power iterations and orthogonality penalties are such equations. If their results only scale weights, as a spectral norm
-does, the equations are repeated where the weight is used (`only_scales`). Otherwise they are a cluster: they join a
-block that gathers the weight already (`block_to_join`). The planner and the rules load this module for losses with such
-equations, and for losses that read a parameter more than once.
+Power iterations and orthogonality penalties need one whole parameter, and have small results. If the results only scale
+weights, as a spectral norm does, the equations are repeated where the weight is used (`only_scales`). Otherwise the
+equations are a cluster, which joins a block that gathers the parameter already (`block_to_join`). `weights_late` and
+`reads_together` move uses of one parameter next to each other. The planner and the rules load this module for losses
+with such equations, and for losses that read a parameter more than once.
 """
 
 from collections import Counter
@@ -15,7 +16,7 @@ from zerojax.gather.segments import is_plain
 
 
 def only_scales(eqns: Sequence, eqn: Any, is_known: Callable[[Any], bool], final: Collection) -> bool:
-    """Return whether the results of `eqn`, which reads parameters alone, are read only to change weights by element.
+    """Return whether the results of `eqn`, which reads parameters alone, only change weights element by element.
 
     `eqns` are the equations after `eqn`. `is_known` says whether a variable is computed from parameters alone. `final`
     has the results of the loss.
@@ -40,10 +41,10 @@ def only_scales(eqns: Sequence, eqn: Any, is_known: Callable[[Any], bool], final
 
 
 def weights_late(jaxpr: Any, params: Collection) -> Any:
-    """Move each equation on parameters alone just before the first equation that combines its result with activations.
+    """Move equations on parameters alone as late as possible: to the first use with activations, or to the end.
 
-    A penalty that the loss computes before its model can then join the blocks of the model. `params` are the sharded
-    parameters.
+    A penalty on a weight is then computed after the model, so the penalty can join a block of the model that gathers
+    the weight. `params` are the sharded parameters.
     """
     weights, late, eqns = jaxprs.roots_of(params, jaxpr).keys(), {}, []
     for eqn in jaxpr.eqns:
@@ -62,7 +63,7 @@ def reads_together(jaxpr: Any, params: Collection) -> Any:
 
     For example, two calls of a network on two views of a batch are then computed side by side, layer by layer. An
     equation moves only if it needs no other gather first, and if the values that are computed early take no more bytes
-    than the parameters, the other operands and the values that wait to be read. `params` are the sharded parameters.
+    than the earlier equation's operands and the values still to be read. `params` are the sharded parameters.
     """
     reads = [jaxprs.variables_in(eqn.invars) for eqn in jaxpr.eqns]
     made = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
@@ -85,7 +86,7 @@ def reads_together(jaxpr: Any, params: Collection) -> Any:
     blocked: dict = {}  # an equation that cannot move before another one has run -> the other one
 
     def needed(i: int) -> list | None:
-        """Return `i` and the equations that must run before it, or None if one of them gathers or has effects."""
+        """Return `i` and the indices of the equations that must run before `i`, or None if `i` cannot move."""
         stays = lambda k: jaxpr.eqns[k].effects or compat.loop_of(jaxpr.eqns[i]) or (k in uses and k != i)
         before = lambda k: () if stays(k) else {made[v] for v in reads[k] if v in made} - order.keys()
         found = jaxprs.reached([i], before)
@@ -131,9 +132,9 @@ class Joined(NamedTuple):
 
 
 def block_to_join(so_far: Any, eqn: Any, root: Any, place: int) -> Joined | None:
-    """Return block number `place`, which gathers `root`, the only parameter of `eqn`, or None if `eqn` cannot join it.
+    """Return the block whose draft has the index `place` if `eqn` can join this block, or otherwise None.
 
-    `so_far` are the `Decisions` so far.
+    The block gathers `root`, the only parameter that `eqn` depends on. `so_far` are the `Decisions` so far.
     """
     again: dict = {}
     late: list = []  # variables that the block cannot read, because a later segment computes them

@@ -1,8 +1,8 @@
 """The entry of the engine. `trace_loss` turns a loss of full parameters into a program that takes shards.
 
-`trace_loss` traces the loss, and lets `planner` divide it into segments. `run_forward` runs the segments in order, and
-`run_backward` in reverse, over the residuals of the forward pass. A `GatherScheduler` starts the gathers of later
-segments, and a `GradScheduler` takes the gradients.
+`trace_loss` traces the loss, and lets `planner` divide it into segments. `run_forward` runs the segments in order.
+`run_backward` runs them in reverse, on the residuals that the forward pass stored. A `GatherScheduler` starts the
+gathers of later segments, and a `GradScheduler` takes the gradients.
 """
 
 import dataclasses
@@ -36,12 +36,12 @@ def trace_loss(
 ) -> tuple[Program, list, list, Any]:
     """Trace `fn(params, *args)`, which takes a list of parameters, and divide it into segments.
 
-    The parameters have the layouts `leaves`, and the arrays or shapes `full`. In global view, `comm.follower` finds
-    which dims of each value hold the rows of the batch. A parameter's gradient is a sum over such a dim, and
-    `Collectives` divides this sum into one partial sum per worker (`comm.partial_sums`). The total is the same for any
-    dim, so a wrong dim costs time and not correctness. `differing` has the indices of `args` that may differ between
-    devices, as the batch does in device view. If it is None, parameters are neither reduced nor quantised on shards.
-    Scans over the parameters with indices `by_row` are unrolled.
+    `leaves` has the layouts of the parameters, and `full` their arrays or shapes. `of_rows` has the indices of `args`
+    whose dim 0 holds the rows of the batch. In global view, `comm.follower` finds which dims of other values hold rows.
+    `Collectives` divides a gradient, a sum over these dims, into one partial sum per worker (`comm.partial_sums`).
+    Partial sums over other dims have the same total, so a wrong dim costs time and not correctness. `differing` has the
+    indices of `args` that may differ between devices, as the batch does in device view. If `differing` is None,
+    parameters are neither reduced nor quantised on shards. Scans over the parameters `by_row` (indices) are unrolled.
 
     Returns:
         The program, the arrays among `args`, the arrays that the loss closes over, and the structure of the loss's
@@ -80,7 +80,7 @@ def check_types(jaxpr: Any) -> None:
 def run_forward(program: Program, args: Sequence, active: Sequence[bool] | None, options: Options) -> tuple[list, list]:
     """Run the forward pass, and return `(results, residuals of each segment)`.
 
-    `active` says for each argument whether its cotangent is wanted. It is None if there is no backward pass. The
+    `active` says for each argument whether its cotangent is wanted. Without a backward pass, `active` is None. The
     residuals of a segment are None if none of its inputs needs a cotangent.
     """
     env = _env(program, args, options)
@@ -103,7 +103,7 @@ def run_forward(program: Program, args: Sequence, active: Sequence[bool] | None,
             # computes the terms after the backward pass, and keeps the parameters gathered until then.
             results, new = _tied(results, [segment.results.index(v) for v in ends[index]], new, lambda _: True)
         if residuals and residuals[-1] is not None:
-            # Without this barrier XLA copies offloaded residuals to the host late, and their memory is not freed.
+            # Without this barrier XLA copies offloaded residuals to the host late, and frees their device memory late.
             results, residuals[-1] = _tied(results, range(len(results)), residuals[-1], is_offloaded)
         env.update(zip(segment.results, results, strict=True))
         reached = segment.results if segment.params else [*gathers.frontier, *segment.after(gathers.frontier)]
@@ -113,11 +113,11 @@ def run_forward(program: Program, args: Sequence, active: Sequence[bool] | None,
 
 
 def gather_groups(segments: Sequence[Segment], limit: int) -> list[int]:
-    """Divide segments, which gather in this order, into groups. Return the number of the group of each segment.
+    """Divide segments into groups that share a gather. Return the number of each segment's group.
 
-    Consecutive blocks are one group, and share one gather, if together they gather at most `limit` bytes, or no more
-    than the largest of them alone (because they read the same parameters). A loop has its own group, and so has a
-    gather for several segments.
+    `segments` are in the order in which they gather. Consecutive blocks are one group if together they gather at most
+    `limit` bytes, or no more bytes than the largest of these blocks alone (because the blocks read the same
+    parameters). A loop is a group by itself, and so is a segment that gathers for several later segments.
     """
     groups: list[int] = []
     held: dict | None = None  # the bytes of what the last group gathers; None if the group takes no more blocks
@@ -162,7 +162,7 @@ def _ends(program: Program) -> list[list]:
 def _tied(
     results: Sequence, indices: Sequence[int], residuals: Any, chosen: Callable[[jax.Array], bool]
 ) -> tuple[list, Any]:
-    """Return `(results, residuals)`. Results at `indices` and the residuals that `chosen` selects pass one barrier."""
+    """Return `(results, residuals)` after one barrier for results at `indices` and residuals that `chosen` selects."""
     results, (leaves, tree) = list(results), jax.tree.flatten(residuals)
     places = [i for i, x in enumerate(leaves) if chosen(x)]
     waited, (arrays,) = barrier([results[i] for i in indices], [leaves[i] for i in places])
@@ -173,7 +173,7 @@ def _tied(
 
 
 def weights_of(program: Program) -> set:
-    """Return the variables that segments compute from parameters alone. Their cotangents may stay partial sums."""
+    """Return the segments' results that depend on parameters and on no rows. Their cotangents may stay partial sums."""
     has_none = lambda v: (rows := program.rows.get(v, NOWHERE)) is not None and not rows.places
     found: set = set()
     for segment in program.segments if program.rows else ():
@@ -192,8 +192,8 @@ def run_backward(
 ) -> list:
     """Run the backward pass, and return the cotangents of the arguments, given the `cotangents` of the results.
 
-    Pass the same `program`, `args` and `options` as to `run_forward`, which returned the `residuals`. A zero cotangent
-    may be given as None, and is returned as None.
+    Pass the same `program`, `args` and `options` as to `run_forward`, which returned the `residuals`. In `cotangents`
+    and in the returned list, None stands for zeros.
     """
     env = _env(program, args, options)
     summed_later = {*program.invars} - program.experts | weights_of(program)

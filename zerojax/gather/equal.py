@@ -36,7 +36,7 @@ def _signature(segment: Segment) -> Any:
 
 
 def _with_scopes_apart(equal: Sequence) -> tuple[Any, list[tuple]]:
-    """Return one of the equal jaxprs without the name scopes in which they differ, and these scopes for each jaxpr."""
+    """Remove the name scopes in which equal jaxprs differ. Return one jaxpr for all, and the scopes of each."""
     first, apart = equal[0], [[] for _ in equal]
     eqns = list(first.eqns)
     for i, same in enumerate(zip(*(jaxpr.eqns for jaxpr in equal), strict=True)):
@@ -52,7 +52,7 @@ def _with_scopes_apart(equal: Sequence) -> tuple[Any, list[tuple]]:
 
 
 def _with_inner_apart(same: Sequence) -> tuple[Any, list[tuple]]:
-    """Call `_with_scopes_apart` on the jaxprs inside of equal equations. Return one equation, and each one's scopes."""
+    """Call `_with_scopes_apart` on the jaxprs inside of equal equations. Return one for all, and the scopes of each."""
     unchanged = same[0], [()] * len(same)
     inner = [compat.inner_jaxprs(eqn) for eqn in same]
     if all(a is b for others in inner[1:] for a, b in zip(inner[0], others, strict=True)):

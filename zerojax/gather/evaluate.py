@@ -5,12 +5,12 @@ which each use computes the parameter's gradient. Segments and scans call `evalu
 
 A model may keep float32 parameters and compute in bfloat16. It then casts each parameter somewhere in a layer, often
 inside the layer's remat. Casting the shard before the gather halves the bytes. A `Cast` is a gathered value that has
-already been cast. The equation of the cast returns it unchanged, and any other equation gets it widened.
+already been cast. The equation of the cast returns the value as it is, and other computations get a widened value.
 
 JAX computes the gradient of `w` in `x @ w` as a product, and transposes the product to the order of `w`. If a
-reduce-scatter follows, the compiler may fold that transpose into the product and pick a slower kernel for it, or copy
-the full gradient. So the gradient is reduce-scattered with its dims in the product's order (`orders`), and only the
-shard is transposed.
+reduce-scatter follows, the compiler may fold the transpose into the product, whose kernel is then slower, or copy the
+full gradient. So the gradient is reduce-scattered with its dims in the product's order (`orders`), and only the shard
+is transposed.
 """
 
 import dataclasses
@@ -78,7 +78,7 @@ def _is_layout(eqn) -> bool:
 
 
 def demanded(jaxpr, variables: Sequence) -> list[np.dtype | None]:
-    """Return, for each variable, the narrower type to which all uses cast the variable, or None if there is none."""
+    """Return, for each variable, the narrower type to which all its uses cast it, or None if there is no such type."""
     uses, results = jaxprs.uses_of(jaxpr)
     demands = [_demands(var, uses, results) for var in variables]
     return [next(iter(types)) if len(types) == 1 else None for types in demands]
@@ -103,7 +103,7 @@ def _demands(var, uses: dict, results: frozenset) -> set[np.dtype | None]:
 
 
 def _body(eqn, index: int):
-    """Return the jaxpr inside `eqn` if the argument `index` of this jaxpr is the operand `index` of `eqn`, or None."""
+    """Return the jaxpr to which `eqn` passes operand `index` as argument `index`, or None (as for a loop's carry)."""
     if (loop := compat.loop_of(eqn)) is not None:
         carried = loop.consts <= index < loop.consts + loop.carry
         return None if carried else compat.opened(loop.body)[0]
@@ -133,7 +133,7 @@ def _orders(var, uses: Mapping) -> set[tuple[int, ...]]:
 
 
 def _of_product(eqn, index: int) -> tuple[int, ...]:
-    """Return the order of an operand's dims in the operand's gradient, or `()` if the order is unchanged."""
+    """Return the order of dims in which JAX computes the gradient of operand `index`, or `()` if it is unchanged."""
     # The gradient has the batch dims, then the free dims, then the contracted dims in the order of the other operand.
     contracted, batch = eqn.params["dimension_numbers"]
     pairs = sorted(zip(contracted[1 - index], contracted[index], strict=True))

@@ -3,7 +3,7 @@
 For the backward pass, JAX returns the operands of products inside a `shard_map` as results of the `shard_map`. Such an
 operand may be a gathered parameter, or its transpose. The `shard_map` also reads activations, so its results would be
 stored like activations: one full parameter per layer. After the division, an equation on parameters alone computes the
-operand, and `vjp` computes it again instead of storing it.
+operand, so `vjp` computes the operand again instead of storing it.
 """
 
 from collections.abc import Collection, Sequence, Set

@@ -1,4 +1,4 @@
-"""Sort the operands of a scan over layers by kind, and gather the layers of one iteration. Both passes use this.
+"""Sort the operands of a scan over layers by kind, and gather the layers of one iteration, for both passes of the scan.
 
 A scan equation lists its operands as `(*constants, *carry, *stacks)`. Constants and stacks may contain sharded
 parameters, but the carry does not. This module separates parameters, which the engine gathers, from other operands.
@@ -36,7 +36,7 @@ class Loop:
 
     @classmethod
     def of(cls, jaxpr, params: Sequence[ShardedParam]) -> "Loop":
-        """Sort the operands of the loop in `jaxpr`, its only equation. The first arguments of `jaxpr` are `params`."""
+        """Sort the operands of the only equation of `jaxpr`, a loop. The first arguments of `jaxpr` are `params`."""
         (eqn,) = jaxpr.eqns
         loop = compat.loop_of(eqn)
         assert loop is not None
@@ -120,10 +120,7 @@ class LayerGathers:
 
     @jax.named_scope(names.SHARDS)
     def gather(self, iteration, anchor: Sequence[jax.Array] = ()) -> tuple[list, list]:
-        """Gather the layers of one iteration after the anchor is computed. Return `(layers, anchor after the barrier)`.
-
-        A layer that is not in `used` is None.
-        """
+        """Gather one iteration's layers after the anchor. Return `(layers, anchor)`, with None for an unused stack."""
         stacked = self.loop.stacked
         unique = {stacked[i].key: i for i in self.used}
         # Only the layout is read. All layers of a stack have the same layout, so layer 0 serves for every iteration.

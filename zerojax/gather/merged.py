@@ -17,12 +17,12 @@ from zerojax.gather.parts import both_passes
 
 
 def merged(jaxpr: Any, params: Collection) -> Any:
-    """Merge the equations that compute activations from the same operands.
+    """Merge the equations that compute the same activation.
 
     Equations on parameters alone are not merged, because segments repeat them anyway. Equations that depend on no
-    parameter are not merged either, because computing a mask or a row of zeros twice is cheaper than keeping it.
+    parameter are not merged either, because computing a mask or a row of zeros twice is cheaper than storing it.
     If two products have the same result but different derivatives, because one stops the gradient of an operand, the
-    second takes the first one's result and keeps its own derivative. `params` are the sharded parameters.
+    second product takes the result of the first, and keeps its own derivative. `params` are the sharded parameters.
     """
     stops = any(eqn.primitive.name == "stop_gradient" for eqn in jaxprs.equations(jaxpr))
     alike, equal = _Numbers(), _Numbers(ignore_stops=True) if stops else None
@@ -59,7 +59,7 @@ def merged(jaxpr: Any, params: Collection) -> Any:
 
 
 class _Numbers:
-    """Numbers values, so that equal values have equal numbers. The equations inside of calls are numbered, too.
+    """Gives each value a number, and equal values the same number. Values inside of calls get numbers, too.
 
     With `ignore_stops`, the result of `stop_gradient` has the number of its operand.
 
@@ -90,8 +90,8 @@ class _Numbers:
             return [signatures.literal_key(atom) if compat.is_literal(atom) else of[atom] for atom in inner.outvars]
         candidates = self._earlier.setdefault(signatures.equation_key(eqn, of, functions=False), [])
         for candidate, its, numbers in candidates:
-            # The equations may differ only in functions, such as derivative rules. Each call of `jax.nn.relu` makes a
-            # new rule. So the derivatives are traced and compared.
+            # Equal equations may have different functions as parameters: each call of `jax.nn.relu` makes a new
+            # derivative rule. So the derivatives are traced and compared.
             if signatures.equation_key(eqn, of) == signatures.equation_key(candidate, its) or (
                 (pulled := _pulled(eqn)) is not None and pulled == _pulled(candidate)
             ):
@@ -111,7 +111,7 @@ _valued.defjvp(lambda primals, tangents: (primals[0], tangents[1]))
 
 
 def _with_value(eqn: Any, value: Any) -> list:
-    """Return equations that replace `eqn`: they take its result from the variable `value`, and keep its derivative."""
+    """Return equations that replace `eqn`. Their result is the variable `value`, with the derivative of `eqn`."""
 
     @jax.jit
     def product(value, *operands):
@@ -128,7 +128,7 @@ def _with_value(eqn: Any, value: Any) -> list:
 
 
 def _pulled(eqn: Any) -> Any:
-    """Return a hashable form of the derivative of `eqn`, to compare derivatives, or None if `eqn` has none."""
+    """Return a hashable form of the derivative of `eqn`, to compare derivatives, or None if there is no derivative."""
     is_float = lambda v: jnp.issubdtype(v.aval.dtype, jnp.inexact)
     moving = [i for i, v in enumerate(eqn.invars) if not compat.is_literal(v) and is_float(v)]
     active = {k: v for k, v in enumerate(eqn.outvars) if not compat.is_dropped(v) and is_float(v)}
@@ -144,7 +144,7 @@ def _pulled(eqn: Any) -> Any:
     except Exception:  # The user's rule failed, or the equation has no derivative.
         return None
     jaxpr, consts = compat.opened(closed)
-    # A rule often calls its function once more, for a result that the derivative does not read.
+    # A derivative rule often calls its function again, for a result that nothing reads. This call is dropped.
     return signatures.signature(jaxpr.replace(eqns=jaxprs.alive(jaxpr))), tuple(map(id, consts))
 
 

@@ -3,8 +3,8 @@
 A quantised weight is computed element by element from parameters and from values that are alike on all devices, such as
 a maximum of the weight. `hoisted` moves the computation out of remats, calls of `zerojax.block` and loops to the start
 of the loss, as a `shardwise` equation (see `shardwise`). Where the weight is used, a `widen` equation computes it from
-a narrow value: of all values that determine the weight without the parameters, the one of the narrowest type. A
-straight-through weight `w + stop_gradient(quantised(w) - w)` has no such value, so the weight itself is gathered.
+a narrow value: the one of the narrowest type among the values that determine the weight without the parameters. A
+straight-through weight `w + stop_gradient(quantised(w) - w)` has no narrow value, so the weight itself is gathered.
 """
 
 import dataclasses
@@ -26,8 +26,8 @@ from zerojax.layout.leaf import Leaf
 class Request(NamedTuple):
     """A weight that a jaxpr takes as an argument instead of computing it.
 
-    `of` computes the requested values from the jaxpr's arguments at the indices `operands`. `targets` are the jaxpr's
-    variables that need not be computed then: `widened(arguments, requested values)` returns their values.
+    `of` computes the requested values from the jaxpr's arguments at the indices `operands`. Given these values, the
+    jaxpr does not compute its variables `targets`. Instead, `widened(arguments, requested values)` returns `targets`.
     """
 
     operands: tuple[int, ...]
@@ -36,13 +36,13 @@ class Request(NamedTuple):
     widened: Callable[[Sequence, Sequence], Sequence] = lambda args, values: values
 
     def bind(self, values: Sequence, constants: int = 0) -> list:
-        """Add a `shardwise` equation. `values` has the jaxpr's arguments, of which the last are `constants`."""
+        """Add a `shardwise` equation. `values` are the jaxpr's arguments, and `constants` counts its last constants."""
         fixed = frozenset(k for k, i in enumerate(self.operands) if i >= len(values) - constants)
         return shardwise_p.bind(*(values[i] for i in self.operands), of=dataclasses.replace(self.of, fixed=fixed))
 
 
 def hoisted(jaxpr: Any, leaves: Sequence[Leaf | None], alike: Sequence[bool], constants: int) -> tuple[Any, Sequence]:
-    """Return `(jaxpr, consts)`, where `jaxpr` begins with `shardwise` equations that compute the quantised weights.
+    """Return `(new jaxpr, consts)`. The new jaxpr begins with `shardwise` equations that compute the quantised weights.
 
     If `Shardwise.of` rejects one of these weights, `jaxpr` is returned unchanged. For each argument, `leaves` has the
     layout of a sharded parameter, or None, and `alike` says whether all devices have the same value. The last
@@ -68,10 +68,10 @@ def hoisted(jaxpr: Any, leaves: Sequence[Leaf | None], alike: Sequence[bool], co
 
 
 def _rewritten(jaxpr: Any, given: Mapping) -> tuple[Any, list[Request]]:
-    """Rewrite a jaxpr and the jaxprs inside of it to take quantised weights. Return `(closed jaxpr, requests)`.
+    """Rewrite a jaxpr and its inner jaxprs to take quantised weights as arguments. Return `(closed jaxpr, requests)`.
 
-    The closed jaxpr takes the requested values as its last arguments. `given` has the divided dims of the arguments
-    that are parameters, and None for arguments that are alike on all devices.
+    The closed jaxpr takes the requested values as its last arguments. `given` maps an argument that is a parameter to
+    its divided dim, and an argument that is alike on all devices to None.
     """
     avals = [v.aval for v in jaxpr.invars]
     places = {i: given[v] for i, v in enumerate(jaxpr.invars) if v in given}
@@ -105,7 +105,7 @@ def _rewritten(jaxpr: Any, given: Mapping) -> tuple[Any, list[Request]]:
 
 
 def _inside(eqn: Any, values: Sequence, dims: Mapping) -> Sequence | None:
-    """Compute the weights that the body of a remat, layer or loop requests, and evaluate it. None: it requests none."""
+    """Evaluate a remat, layer or loop on the weights that its body requests, or return None without such requests."""
     loop, is_remat = compat.loop_of(eqn), compat.is_remat(eqn)
     is_block = compat.called(eqn) is not None
     of_params = any(dims.get(v) is not None for v in jaxprs.variables_in(eqn.invars))
@@ -149,7 +149,7 @@ def _inside(eqn: Any, values: Sequence, dims: Mapping) -> Sequence | None:
 def _without_unread(closed: Any) -> tuple[Any, list[int]]:
     """Return `closed` as a function of only the arguments that it reads, and the indices of these arguments.
 
-    A body that takes a narrow weight no longer reads the parameter. As an argument, it would be gathered for nothing.
+    A body that takes a narrow weight no longer reads the parameter, which would be gathered if it stayed an argument.
     """
     jaxpr, consts = compat.opened(closed)
     _, reads = jaxprs.needed_for(jaxpr.eqns, jaxpr.outvars)
@@ -170,7 +170,7 @@ def _scan(loop: Any, run: Any, read: Sequence[int], given: Sequence, by_row: Seq
 
 
 def _batched(request: Request, batched: Sequence[bool], eqn: Any) -> Request:
-    """Return a loop body's request as one request for all iterations. Iterations read rows of `batched` operands."""
+    """Return the request for all iterations, given that of a loop's body, which reads rows of `batched` operands."""
     axes = [0 if on else None for on in batched]
     loop = compat.loop_of(eqn)
     assert loop is not None
@@ -185,10 +185,10 @@ def _batched(request: Request, batched: Sequence[bool], eqn: Any) -> Request:
 
 
 def chosen_values(jaxpr: Any, dims: Mapping) -> list:
-    """Return the quantised weights that shards compute: tuples of variables of `jaxpr`, and its `shardwise` equations.
+    """Return the quantised weights to compute on shards: tuples of variables, and the `shardwise` equations of `jaxpr`.
 
-    Shards compute the values in `dims`. Of these, a weight is the last from which all later uses of its parameters can
-    be computed. A tuple has the weight, followed by small values of the same parameters that have no derivative.
+    Shards can compute the values in `dims`. The last of these from which all later uses of the same parameters can be
+    computed is the weight. A tuple has the weight, and then small values of these parameters that have no derivative.
     """
     chosen: list = [eqn for eqn in jaxpr.eqns if eqn.primitive is shardwise_p]
     made = jaxprs.makers(jaxpr.eqns)
@@ -212,7 +212,7 @@ def chosen_values(jaxpr: Any, dims: Mapping) -> list:
 
 
 def _is_quantised(cone: Mapping, made: Mapping) -> bool:
-    """Return whether a weight's `_cone` quantises. Casts alone do not count: the rule "on the shard" handles them."""
+    """Return whether an equation in a weight's `_cone` quantises. The rule "on the shard" handles a cone of casts."""
     eqns = [made[v] for v in cone if v in made]
     if all(eqn.primitive.name == "convert_element_type" for eqn in eqns):
         return False
@@ -255,9 +255,10 @@ def _request(jaxpr: Any, consts: Sequence, target: Any, given: Mapping) -> Reque
 
 
 def _with_tail(full: Any, operands: tuple[int, ...], targets: list, given: Sequence[int | None]) -> Request | None:
-    """Return the request for `targets`, whose computation `full` is divided at the narrowest value of the weight.
+    """Return the request for `targets`, which `full` computes: a quantised weight, and then small values.
 
-    Return None if shards cannot compute the weight, or if the narrowest value is a parameter.
+    Shards compute the weight's narrowest value, and each use computes the weight from this value. Return None if shards
+    cannot compute the weight, or if the narrowest value is a parameter.
     """
     jaxpr, consts = compat.opened(without_calls(full))
     jaxpr = jaxpr.replace(eqns=jaxprs.alive(jaxpr))

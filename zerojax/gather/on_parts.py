@@ -155,7 +155,7 @@ class _Evaluation:
             return x if dim is None else self.divisions[atom].whole(x, dim)
 
     def operand(self, atom: Any, dim: Dim, division: Division) -> Any:
-        """Return an operand for an equation on parts. If `atom` is a full array, return its part along `dim`."""
+        """Return the value of `atom`, or its part along `dim` if the equation needs a part and `atom` is in full."""
         if dim is None or self.dim_of(atom) is not None or not atom.aval.shape:
             return self.value(atom)
         at = 0 if isinstance(dim, FlatDim) else dim
@@ -186,7 +186,7 @@ class _Evaluation:
         return _on_parts(eqn, operands, own, after, division)
 
     def _combined(self, eqn: Any, operands: Sequence, own: Sequence[Dim], division: Division) -> jax.Array:
-        """Return a reduction or an inner product over devices. XLA combines independent ones in one collective."""
+        """Return a reduction or inner product, combined over devices. XLA merges collectives of independent ones."""
         name, axes = eqn.primitive.name, division.axes
         identity: Any = 0
         if division.total > division.length and name != "dot_general":
@@ -201,7 +201,7 @@ class _Evaluation:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3, 4))
 def _extremum(x: jax.Array, name: str, dims: tuple, axes: tuple[str, ...], label: str) -> jax.Array:
-    """Return a maximum or minimum over `dims` and over devices. JAX has no derivative of these collectives."""
+    """Return a maximum or minimum over `dims` and devices. Its derivative is defined here, because JAX has none."""
     reduce, combine = _EXTREMA[name]
     with jax.named_scope(label):
         return combine(reduce(x, dims), axes)
@@ -216,7 +216,7 @@ def _extremum_jvp(name: str, dims: tuple, axes: tuple, label: str, primals: tupl
 
 
 def _operand_dims(eqn: Any, own: Sequence[Dim], after: Dim) -> list[Dim]:
-    """Return the dim in which each operand of an equation must be divided to evaluate it on parts, or None.
+    """Return, for each operand of an equation on parts, the dim in which it must be divided; None for a full operand.
 
     `own` has the dims in which the operands are divided now, and `after` is the divided dim of the first result.
     """

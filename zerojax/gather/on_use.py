@@ -17,9 +17,9 @@ def as_function(program: Program, options: Options) -> Callable:
     """Return a program as a function of its arguments, with a backward pass.
 
     The derivative with respect to a sharded parameter is a shard of the sum over devices, with zeros in the padding.
-    The derivative with respect to any other argument is this device's. A shard in host memory is copied to the device
-    before each gather, and its derivative is copied to the host. In device view, the function must be called inside a
-    `jax.shard_map` that is manual over the axes of `options.comm`.
+    A shard in host memory is copied to the device before each gather, and its derivative is copied to the host.
+    In device view, derivatives with respect to other arguments are not summed over devices, and the function must be
+    called inside a `jax.shard_map` that is manual over the axes of `options.comm`.
 
     References:
         Rajbhandari et al. 2020, arXiv 1910.02054, section 5.

@@ -1,9 +1,9 @@
 """Compute both cotangents of a product of two activations next to each other.
 
-The backward pass of attention computes two cotangents of `probabilities @ values`. That of the probabilities is as
-large as they are, and is read at once. That of the values is a product with the probabilities, and is read later. XLA
-may delay this product, and does so in a scan with prefetch. The probabilities then stay in memory together with their
-cotangent. Here both cotangents pass one barrier, so both are computed before either is read.
+The backward pass of attention computes two cotangents for `probabilities @ values`. The cotangent of the probabilities
+is as large as the probabilities, and is read at once. The cotangent of the values is a product with the probabilities,
+and is read later. XLA may delay this product, as it does in a scan with prefetch. The probabilities then stay in memory
+together with their cotangent. Here both cotangents pass one barrier, so both are computed before either is read.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def _together(first: Any, second: Any) -> list:
 def _partners(jaxpr: Any, is_weight: Callable[[Any], bool]) -> dict[int, Any]:
     """Map the first equation of each pair, by its `id`, to the second.
 
-    Both are batched products that read the same cotangent, one has a larger result than operands, and the operands of
-    the second are known when the first is computed.
+    Both equations are batched products, which read the same cotangent. One of them has a result that is larger than
+    each operand. The operands of the second are known when the first is computed.
     """
     made = {var: i for i, eqn in enumerate(jaxpr.eqns) for var in eqn.outvars}
     found, taken = dict[int, Any](), set[int]()

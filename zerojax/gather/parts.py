@@ -31,7 +31,7 @@ UNKNOWN = -1  # the dim of a value that cannot be computed on parts
 
 
 class FlatDim(NamedTuple):
-    """The divided dim of a flattened array. Its elements had the shape `(outer, length, rest)`, divided in `length`."""
+    """The divided dim of a flattened array. Its shape was `(outer, length, rest)` before, with dim 1 divided."""
 
     outer: int
     length: int
@@ -70,8 +70,8 @@ def without_calls(closed: Any) -> Any:
 def with_cotangent_of(value: jax.Array, carrier: jax.Array) -> jax.Array:
     """Return `value`. In the backward pass, `carrier`, which has the same shape and type, gets the cotangent.
 
-    `value` gets zeros. A `jax.custom_jvp` would give it no cotangent, and JAX would leave out the backward pass of a
-    quantiser that computed `value`, which may return new scales.
+    `value` gets zeros, so that JAX runs the backward pass of a quantiser that computed `value`. This backward pass may
+    return new scales. With a `jax.custom_jvp`, `value` would get no cotangent, and JAX would leave the pass out.
     """
     return value
 
@@ -126,7 +126,7 @@ def _row_dims(dim: Dim) -> Places:
 
 
 def _dim_in(var: Any, state: Any, count: int, may_combine: bool, flattens: bool) -> Dim:
-    """Return the divided dim of a result, or None if `may_combine` is true and the result has no divided dim."""
+    """Return the divided dim of a result. If there is none: None if `may_combine` is true, or else `UNKNOWN`."""
     if state is None or len(state.places) > 1 or not (state.places or may_combine):
         return UNKNOWN
     place, shape = state.only, var.aval.shape
@@ -136,7 +136,7 @@ def _dim_in(var: Any, state: Any, count: int, may_combine: bool, flattens: bool)
 
 
 def _is_product_of_shards(eqn: Any) -> bool:
-    """Return whether an equation is an inner product of all elements, or its derivative, a product with a scalar."""
+    """Return whether `eqn` is an inner product of all elements, or a product with a scalar (its derivative)."""
     if eqn.primitive.name != "dot_general":
         return False
     (lhs, rhs), (batch, _) = eqn.params["dimension_numbers"]
@@ -148,9 +148,9 @@ def both_passes(run: Callable, atoms: Sequence, moving: Sequence[int], active: M
     """Return the closed jaxpr of a function `run(values)` and its derivative.
 
     The jaxpr is `(*operands, *cotangents) -> (*results, *cotangents of the operands `moving`)`. `atoms` have the types
-    of the operands. `active` maps the index of each result that has a cotangent to a variable of its type. The jaxpr
-    returns these active results. With `results="none"`, it returns no results. With "all", it also returns the others,
-    after the active ones. `run` returns None for a result that is dropped.
+    of the operands. `active` maps the index of each result that has a cotangent to a variable of its type. `results`
+    says which results the jaxpr returns: those that are "active", "none", or "all", with the active ones first. `run`
+    returns None for a result that is dropped.
     """
 
     def both(*args):

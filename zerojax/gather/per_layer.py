@@ -1,8 +1,8 @@
 """Change the layers of a stack inside of the loop over this stack, which gathers each layer anyway.
 
 A loss may change a stack before the loop over its layers: divide it by its spectral norms, mask it, add a product of
-adapters, or transpose each layer. For that, the whole stack would be gathered. `moved_into_loops` lets each iteration
-change only its own layer (`parts`).
+adapters, or transpose each layer. Outside of the loop, this change needs the whole stack. `moved_into_loops` lets each
+iteration change only its own layer (`parts`).
 """
 
 import functools
@@ -79,8 +79,8 @@ class Layers:
     def cone(self, targets: Iterable, stops: Collection) -> tuple[list, list, list]:
         """Return `(equations, stacks, others)` from which an iteration computes its layer of each target.
 
-        The stacks are arguments, variables in `stops`, or arrays with one entry per layer, such as masks. The others
-        have no dim of layers.
+        An iteration reads its layer of each of the stacks, which are arguments, variables in `stops`, or arrays with
+        one entry per layer, such as masks. It reads the others whole, because they have no dim of layers.
         """
         needed, stacks, others = set(), {}, {}
 
@@ -103,7 +103,7 @@ class Layers:
             by_element = all(jaxprs.facts(self.made[v]).elementwise and self.dims[v] == 0 for v in read_by)
             return by_element and all(v.aval.shape == var.aval.shape for v in read_by)
 
-        # Rows that the loop reads are kept for the backward pass, which can then compute the changed layer again.
+        # The loop keeps the rows that it reads for the backward pass, which computes the changed layer from them again.
         rows = [v for v in others if is_row(v)]
         return eqns, [*stacks, *rows], [v for v in others if v not in rows]
 
@@ -111,15 +111,12 @@ class Layers:
         """Return those of one loop's stacks `scanned` whose layers should be computed by the iterations."""
         values = [v for v in scanned if v not in self.stacks and self.dims.get(v) == 0]
         found = [v for v in values if self._is_changed(v)]
-        # Casts and transposes of a layer that the iteration reads anyway must not be gathered, too.
+        # If an iteration reads a layer anyway, it also casts or transposes the layer, instead of gathering the result.
         read = self.params.intersection(self.cone(found, [v for v in scanned if v not in found])[1])
         return [v for v in values if v in found or not read.isdisjoint(self.cone([v], ())[1])]
 
     def _is_changed(self, var: Any) -> bool:
-        """Return whether `var` changes a sharded stack, or is much larger than the stacks from which it is computed.
-
-        An example of the latter is a product of low-rank factors.
-        """
+        """Return whether `var` is a changed sharded stack, or a product of stacks of low-rank factors."""
         eqns, stacks, _ = self.cone([var], ())
         if self.params.isdisjoint(stacks):
             return 2 * sum(v.aval.size for v in stacks) <= var.aval.size

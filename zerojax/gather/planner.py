@@ -35,8 +35,8 @@ def planned(
 
     `leaves` has the layouts of the first arguments, with None for an argument that is not sharded. `given` says which
     dims of the first arguments hold the rows of the batch. In device view, `follower` is None. `alike` says which of
-    the first arguments are alike on all devices. If it is None, parameters are neither reduced nor quantised on shards.
-    Scans over the arguments with indices `by_row` are unrolled.
+    the first arguments are alike on all devices. If `alike` is None, parameters are neither reduced nor quantised on
+    shards. Scans over the arguments with indices `by_row` are unrolled.
     """
     loss = Inlined(*inlined(closed, leaves), leaves, alike, by_row)
     for optional in PASSES:
@@ -65,7 +65,7 @@ def planned(
 
 
 def closed_over(jaxpr: Any, consts: Sequence) -> tuple[Any, Sequence]:
-    """Return a jaxpr without dead equations, which takes its constants as its last arguments, and these constants."""
+    """Drop dead equations, and append the constants to the arguments. Return `(jaxpr, values of the constants)`."""
     invars = [*jaxpr.invars, *compat.constvars_of(jaxpr)]
     return compat.part_of(jaxpr, jaxprs.alive(jaxpr), invars, jaxpr.outvars), consts
 

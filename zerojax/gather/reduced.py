@@ -36,7 +36,7 @@ class Chain:
 
     again: dict  # equations on values that are alike on all devices, which the segment computes again, as keys
     reads: list  # variables that are alike on all devices, and that the segment reads
-    is_link: bool  # whether the equation belongs to the chain of reductions, whose segments repeat it
+    is_link: bool  # true: part of a reduction's chain, repeated in the reduction's segment; false: a reduction
 
 
 class Analysis:
@@ -69,7 +69,7 @@ class Analysis:
         return [*filter(is_end, jaxprs.reached([eqn], lambda eqn: [] if is_end(eqn) else readers(eqn)))]
 
     def chain(self, eqn: Any) -> Chain | None:
-        """Return the chain of `eqn` if devices can compute `eqn` on their shards, or None.
+        """Return the chain of `eqn` if devices can compute `eqn` on their shards, or else None.
 
         `eqn` is a reduction, or an equation whose results are read only by reductions and their chains.
         """
@@ -83,7 +83,7 @@ class Analysis:
                 reads.extend(self.params[var].operands)
             elif var in self.repeated:
                 return jaxprs.variables_in(self.repeated[var].invars)
-            # A broadcast would be as large as the parameter. On a part, what is computed by element is cheap.
+            # A stored broadcast is as large as the parameter. To compute it again for one device's part is cheap.
             elif (made := self.made.get(var)) is not None and self._is_cheap(made):
                 again[made] = None
                 return jaxprs.variables_in(made.invars)
@@ -104,7 +104,7 @@ class Analysis:
         return Chain(again, reads, is_link=is_link and dim is not None)
 
     def _dim(self, eqn: Any, behind: Collection) -> parts.Dim:
-        """Return the dim in which shards divide the result of `eqn`, None if they combine their results, or `UNKNOWN`.
+        """Return the dim in which devices divide the result of `eqn`, None if they combine results, or `UNKNOWN`.
 
         `behind` are the variables from which the result is computed.
         """
@@ -184,7 +184,7 @@ class ReducedSegment(Segment):
         splits = [*self._splits, *[None] * len(known)]
         derivative, ends = self._derivative(moving, wanted), [splits[i] for i in moving]
         found = evaluate_on_shards(comm, derivative, [*inputs, *known], splits, ends, self._label)
-        # Each device has the sum for all losses, and the cotangents of the other inputs are summed over devices.
+        # In device view, each device has the sum for all losses, and the others' cotangents are summed once more later.
         losses = (leaf.shards if comm.defers else comm.losses) if own_loss else 1
         for i, cotangent in zip(moving, found, strict=True):
             if i >= count:

@@ -3,8 +3,8 @@
 The first rule that matches an equation acts. An action adds to the containers of `Decisions`, from which `planner`
 makes segments. To add an optimization, add a rule.
 
-Equations on parameters alone (a transpose, a reshape, a merged LoRA) are repeated in every segment that reads their
-result. If they ran only once, their result, which is as large as a gathered parameter, would outlive the segment.
+An equation on parameters alone (a transpose, a reshape, a merged LoRA) is repeated in every segment that reads its
+result. If it ran only once, its result, which is as large as a gathered parameter, would outlive the segment.
 """
 
 import dataclasses
@@ -30,10 +30,10 @@ class Draft:
 
     make: Callable[..., Segment]
     eqns: list
-    # The names by which later segments read gathered values. (The variable of a sharded parameter names the shard.) A
-    # draft that gathers for later segments has no `eqns`.
+    # Maps the variable of each parameter that this draft gathers for later segments to the variable by which they read
+    # the gathered value. (The parameter's variable stands for the shard.) A draft with entries here has no `eqns`.
     gathers: Mapping = dataclasses.field(default_factory=dict)
-    # the names of values that an earlier segment gathers
+    # the `gathers` of the draft that gathers for this one
     reads: Mapping = dataclasses.field(default_factory=dict)
     is_plain: bool = False  # whether the equations read no sharded parameter
     # Equations of another segment that this segment computes again, as keys, because their results are cheap or not
@@ -116,7 +116,7 @@ class Decisions:
         self.drafts[-1].eqns.append(site.eqn)
 
     def of_shard(self, site: Site) -> ShardedParam | None:
-        """Return the slice, cast or other view of a parameter that can be computed on its shard."""
+        """Return the result of a slice, cast or other view if a parameter's shard is enough to compute it, or None."""
         # There is an operand, because the rule "activations" took every equation that reads no parameter.
         eqn, first = site.eqn, site.eqn.invars[0]
         # A slice of each shard is a shard of the slice only if every device slices at the same index.
@@ -145,7 +145,7 @@ class Decisions:
         return Analysis(self._jaxpr, self.params, self.repeated, self.uniform)
 
     def reducible(self, site: Site) -> "Chain | None":
-        """Return what a segment needs to compute an equation on shards, if the equation is part of a reduction."""
+        """Return what a segment needs to compute an equation of a reduction on shards; None for another equation."""
         is_known = lambda v: v in self.params or v in self.repeated or v in self.uniform
         if not self._reduces or not all(map(is_known, site.reads)):
             return None
@@ -174,7 +174,6 @@ class Decisions:
         self.made_in |= dict.fromkeys(site.eqn.outvars, places[0])
 
     def is_repeatable(self, site: Site) -> bool:
-        """Return whether an equation reads parameters alone and may be repeated in each segment that needs it."""
         size = max((atom.aval.size for atom in site.eqn.invars), default=0)
         of_params = [not compat.is_literal(a) and self._is_of_params(a, size) for a in site.eqn.invars]
         return is_repeatable(site.eqn, of_params)
@@ -184,12 +183,12 @@ class Decisions:
         return self.is_of_params_alone(site) and self._only_scales(site.eqn, site)
 
     def _is_of_params(self, var: Any, size: int) -> bool:
-        """Return whether a variable depends on parameters alone, or is an alike value: an argument or a small one."""
+        """Return whether a variable depends on parameters alone, or is alike and either an argument or small."""
         is_free = var in self._given or 8 * var.aval.size <= size
         return var in self.params or var in self.repeated or (is_free and var in self.uniform)
 
     def is_of_params_alone(self, site: Site) -> bool:
-        """Return whether an equation without effects reads parameters, and small values that all devices have."""
+        """Return whether a plain equation reads only parameters, and alike values that are arguments or small."""
         return is_plain(site.eqn) and all(self._is_of_params(var, site.size) for var in site.reads)
 
     def _only_scales(self, eqn: Any, site: Site) -> bool:
@@ -212,7 +211,7 @@ class Decisions:
         return all(map(changes, readers)) and self._final.isdisjoint(found)
 
     def is_masked(self, site: Site) -> bool:
-        """Return whether an equation applies a mask or another value to a weight, and one equation reads the result.
+        """Return whether an equation applies a mask or the like to a weight, and only one equation reads the result.
 
         A `jax.custom_vjp` of weights alone counts, too. Its backward pass may be nonlinear (it may clip), so it must
         get the sum of all readers' cotangents. With several readers, the call is therefore a segment.
@@ -252,7 +251,7 @@ class Decisions:
         self.drafts.append(Draft(ScanSegment, [eqn], reads=early.gathers))
 
     def _root_of(self, reads: Sequence) -> Any:
-        """Return the variable of the only parameter from which `reads` are computed, or None for none or several."""
+        """Return the variable of the parameter from which `reads` are computed; None for no or several parameters."""
         stops = lambda var: var in self.params or var in self.roots or var not in self.repeated
         behind = jaxprs.reached(reads, lambda v: () if stops(v) else jaxprs.variables_in(self.repeated[v].invars))
         found = {self.params[var].root if var in self.params else self.roots.get(var) for var in behind} - {None}
@@ -272,11 +271,11 @@ class Decisions:
         return block_to_join(self, site.eqn, root, place)
 
     def of_cluster(self, site: Site) -> "Joined | None":
-        """Return the block of a cluster if the equation reads the cluster's results and otherwise only alike values."""
+        """Return a cluster's block if the equation reads the cluster's results and alike values alone, or else None."""
         return None if site.touched or self.roots.keys().isdisjoint(site.reads) else self._joined(site)
 
     def of_one_param(self, site: Site) -> "Joined | None":
-        """Return the block that gathers the only parameter of an equation, if the result is at most half as large."""
+        """Return the block that gathers the only parameter of an equation, if the results are at most half its size."""
         size = 2 * sum(var.aval.size for var in site.eqn.outvars)
         found = self._joined(site)
         return found if found and size <= found.root.aval.size else None

@@ -65,8 +65,7 @@ class Forward:
     def rows(self, iteration, carry: Sequence, gathered: Sequence) -> tuple[list, tuple]:
         """Compute one iteration, and return `(carry, rows)`. Each row becomes one entry of a stack.
 
-        The rows are results, saved residuals, the carry with which the iteration started, and the gathered layers if
-        they are kept.
+        The rows are results, saved residuals, the carry at the start, and the gathered layers if these are kept.
         """
         loop, passes = self.loop, self.passes
         others = [*self.consts, *carry, *(loop.row(x, iteration) for x in self.slices)]

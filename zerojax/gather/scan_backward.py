@@ -37,7 +37,7 @@ from zerojax.gather.schedule import GatherScheduler, GradScheduler, reduce_scatt
 from zerojax.gather.segments import BlockResiduals, Segment
 from zerojax.gather.vjp import Passes, Sums
 
-# The iterations that are at these stages in the step that computes iteration i: i + GATHER, ... The loop counts down.
+# While a step computes iteration i, it gathers for iteration i + _GATHER, and so on. The loop counts down.
 _GATHER, _REDUCE_WITHIN, _REDUCE_ACROSS = -1, 1, 2
 
 
@@ -209,7 +209,7 @@ class Backward:
         return [self.loop.stacked[i].at_layer(0) for i in self.trained.values()]
 
     def _reduced_within(self, stacks: Sequence, grads: Sequence, iteration) -> tuple[list, list]:
-        """Reduce-scatter one iteration's gradients into `(stacks, scattered)`. Only final shards go into the stacks."""
+        """Return `(stacks, scattered)`: reduce-scatter into `scattered` in hybrid sharding, or else into the stacks."""
         if not grads:
             return list(stacks), []
         shards = reduce_scattered(self.layers.options.comm, grads, self._layers)

@@ -8,16 +8,16 @@ they fill the memory, or to their use, where no compute hides them. An optimizat
 fix an order, because its results depend on all of its operands. The barriers here enforce four rules. A block is a
 segment that gathers.
 
-- A gather may start when the block `prefetch` blocks before its use starts. Its shards pass a barrier together with
-  that block's input (`GatherScheduler.start`).
-- A gather must end when the block before its use ends. The gathered parameters pass a barrier together with that
-  block's results (`GatherScheduler.finish`).
+- A gather may start when an earlier block starts: the one that comes `prefetch` blocks before the use. The shards pass
+  a barrier together with the earlier block's input (`GatherScheduler.start`).
+- A gather must end when the block just before its use ends. The gathered parameters pass a barrier together with the
+  results of the block before (`GatherScheduler.finish`).
 - A block's gradients must be computed when the next block's backward pass starts, and reduce-scattered when that pass
-  ends. They pass a barrier together with the next block's cotangents (`GradScheduler.due` and `settle`).
-- In hybrid sharding, a gradient is also reduced across hosts. This must end one block later.
+  ends. The gradients pass a barrier together with the next block's cotangents (`GradScheduler.due` and `settle`).
+- In hybrid sharding, a gradient is also reduced across hosts. This second reduction must end one block later.
 
 Consecutive small blocks are one group (`engine.gather_groups`), which has one gather and one reduction. The rules hold
-for the group as if it were one block, except that each block's gradients are still computed when the next block starts.
+for the group as if it were one block, but each block's gradients must still be computed when the next block starts.
 """
 
 import bisect
@@ -53,11 +53,11 @@ class GatherScheduler:
     """The gathers of one pass over a program. The scheduler exists as long as one trace of the pass.
 
     Each segment that gathers is one use of parameters. For each use, `take` starts the gathers that are due (`start`),
-    and returns the parameters of this use. The segment computes. `finish` delays its results until the gathers for the
-    next use are done. Then `engine` updates `position` and `frontier`.
+    and returns the parameters of this use. The segment then computes its results, and `finish` delays them until the
+    gathers for the next use are done. Then `engine` updates `position` and `frontier`.
 
     An anchor is a list of arrays that a gather waits for: the shards pass a barrier with the anchor. The segment must
-    read the arrays that the barrier returns, because XLA drops an array from a barrier if nothing reads its result.
+    read the anchor as the barrier returns it, because XLA drops an array from a barrier if nothing reads it afterwards.
     """
 
     env: MutableMapping  # values of the program's variables
@@ -68,12 +68,12 @@ class GatherScheduler:
     arguments: Collection  # the program's arguments, and the scales of quantised weights
     rows: Mapping[Any, RowDims]  # for each variable of the program, which dims hold the rows of the batch
     position: int = 0  # the use that runs now
-    frontier: Sequence = ()  # variables that depend on the previous use, and that a later segment still reads
+    frontier: Sequence = ()  # variables that depend on the previous use, and that a later segment reads; first empty
     _next: int = 0
     _gathered: dict[int, list] = dataclasses.field(default_factory=dict)
 
     def rows_of(self, variables: Sequence) -> list[RowDims]:
-        """Return which dims of `variables` hold the rows of the batch. A variable not in `rows` has none."""
+        """Return which dims of `variables` hold the rows of the batch. A variable that is not in `rows` holds none."""
         return [self.rows.get(var, NOWHERE) for var in variables]
 
     def take(self, *anchors: Sequence[jax.Array], **options: Any) -> tuple[list, list[list[jax.Array]]]:
@@ -91,12 +91,12 @@ class GatherScheduler:
     ) -> list[list[jax.Array]]:
         """Start the gathers that may run during this segment. Return the anchors, as the barrier returns them.
 
-        `rows` has the row dims of the first anchor's arrays. With `ahead`, the gathers of the next `prefetch` groups
-        start, too. A loop that gathers layers leaves that to its last iteration.
+        `rows` has the row dims of the first anchor's arrays. If `ahead` is true, the gathers of the next `prefetch`
+        groups start, too. A loop that gathers layers starts those only in its last iteration.
 
-        `beside` is given only for a segment on an independent branch, which does not depend on the previous segment
-        that gathered. It maps variables to values. The gathers then also wait for one variable of the `frontier`, and
-        `beside` gets the value that the barrier returns for this variable. The segment itself does not wait.
+        `beside` maps variables to values, for a segment on an independent branch, which does not depend on the previous
+        segment that gathered. The gathers, but not the segment, then also wait for one variable of the `frontier`, and
+        replace its value in `beside`. In the first block of a pass, the frontier is empty, so `beside` has no effect.
         """
         due, last = [], self.groups[self.position] + ahead * self.options.prefetch
         for use in range(self._next, bisect.bisect_right(self.groups, last)):
@@ -109,22 +109,25 @@ class GatherScheduler:
         first, (*others, values) = barrier(anchors[0], *anchors[1:], [self.env[root] for root in roots])
         waited, rows_waited = [], []
         if beside is not None:
-            # The value that the barrier returns replaces the old value, because an equation must read the new value.
+            # The value that the barrier returns replaces the old one, because XLA drops what no equation reads.
             keys = [key for key in self.frontier if key in beside][:1]
             waited, (values,) = barrier([beside[key] for key in keys], values)
             beside.update(zip(keys, waited, strict=True))
             rows_waited = self.rows_of(keys)
+        # With an anchor: the gathers wait for it, and with `beside` for a variable of the frontier, too.
+        # Without an anchor, but with `beside` and a frontier: the gathers wait for the variable of the frontier alone.
+        # With neither: the gathers wait for nothing, as for a first block that reads only arguments.
         after_barrier = {**self.env, **dict(zip(roots, values, strict=True))}
         for _, uses in itertools.groupby(due, self.groups.__getitem__):
             self._gather([*uses], after_barrier, first or waited, rows if first else rows_waited)
         return [first, *others]
 
     def _gather(self, uses: Sequence[int], env: Mapping, anchor: Sequence, rows: Sequence[RowDims]) -> None:
-        """Gather the parameters of some uses of one group."""
+        """Gather the parameters of `uses`, which are in one group. Parameters with equal keys are gathered once."""
         unique = {p.key: p for use in uses for p in self.params[use]}
         params = list(unique.values())
-        # The shards passed a barrier, but XLA:CPU removes barriers. It would then slice a layer at a constant index
-        # early. So the index depends on the anchor.
+        # XLA:CPU removes the barrier that the shards passed, and then slices a layer early if the layer's index is
+        # constant. So the index depends on the anchor.
         zero = self.options.comm.zero_after(anchor, rows) if any(p.layer is not None for p in params) else None
         shards = [p.shard(env, zero) for p in params]
         # If no work hides this gather, its buckets are smaller, so that the use can start on the first of them.
@@ -167,7 +170,7 @@ class GatherScheduler:
 def reduce_scattered(
     comm: Collectives, grads: Sequence[jax.Array], params: Sequence[ShardedParam], *, exposed: bool = False
 ) -> list[jax.Array]:
-    """Reduce-scatter gradients with their dims in `ShardedParam.order`. Return shards in the parameter's order."""
+    """Reduce-scatter gradients, whose dims are in the order `ShardedParam.order`. Return shards in the stored order."""
     shards = comm.reduce_scatter(grads, [param.grad_leaf for param in params], exposed=exposed)
     return [param.from_order(shard) for param, shard in zip(params, shards, strict=True)]
 
@@ -188,16 +191,16 @@ class PendingGrad:
     key: Any
     value: jax.Array  # the full gradient if it is `COMPUTED`, or if `key` is a variable; else the shard's gradient
     state: GradState
-    stack: int | None = None  # the number of the scan's stack (`add_stack`), if the gradient is one layer of it
+    stack: int | None = None  # if the gradient is that of one layer of a scan's stack, the number from `add_stack`
 
 
 @dataclasses.dataclass(eq=False)
 class GradScheduler:
     """The gradients of one backward pass. The scheduler exists as long as one trace of the pass.
 
-    No equation waits for a parameter's gradient, so XLA's scheduler would delay the gradient, and keep the activations
-    of every layer until then. A gradient therefore waits in a queue. Each block passes the queue through its barrier
-    (`due`, `settle`), and each gradient moves on by one `GradState`.
+    No equation of the pass reads a parameter's gradient, so XLA's scheduler would compute all gradients at the end, and
+    keep every layer's activations until the end. A gradient therefore waits in a queue. Each block passes the queue
+    through its barrier (`due`, `settle`), and each gradient moves on by one `GradState`.
     """
 
     env: Mapping  # values of the program's variables
@@ -208,7 +211,7 @@ class GradScheduler:
     summed_later: Set
     # The accumulated cotangents, by variable. For a sharded parameter, the gradient of the shard.
     cotangents: dict = dataclasses.field(default_factory=dict)
-    # Whether the next block is in the group of the block that ran last. Gradients then wait for it.
+    # Whether the next block is in the group of the block that ran last. If so, gradients wait for the next block.
     group_continues: bool = False
     _stacks: list[tuple[ShardedParam, jax.Array]] = dataclasses.field(default_factory=list)
     _queue: list[PendingGrad] = dataclasses.field(default_factory=list)
@@ -221,9 +224,9 @@ class GradScheduler:
 
     @jax.named_scope(names.SHARDS)
     def settle(self, due: Sequence[jax.Array], *, flush: bool = False) -> None:
-        """Take the arrays of `self.due` after they have passed a barrier, and move each gradient on by one step.
+        """Move each gradient in the queue on by one `GradState`. `due` has `self.due`, as a barrier returned it.
 
-        Reduced gradients are accumulated. If `flush` is true, gradients do not wait for the rest of their group.
+        `REDUCED` gradients are accumulated. If `flush` is true, gradients do not wait for the rest of their group.
         """
         queue = [dataclasses.replace(pending, value=x) for pending, x in zip(self._queue, due, strict=True)]
         for pending in queue:
@@ -233,14 +236,14 @@ class GradScheduler:
             [pending for pending in queue if pending.state is state]
             for state in (GradState.SCATTERED, GradState.COMPUTED)
         )
-        # A block of frozen parameters may end the group, so the gradients cannot say whether they must wait.
+        # A block of frozen parameters, which adds no gradients, may end the group. So the block says when waiting ends.
         together, self._waiting = [*self._waiting, *computed], []
         if self.group_continues and not flush:
             together, self._waiting = [], together
         self._queue = [*self._reduced_across(scattered), *self._scattered(together)]
 
     def add_others(self, variables: Sequence, cotangents: Sequence) -> None:
-        """Add the cotangents of a block's inputs that are not gathered."""
+        """Add the cotangents of a block's other inputs, which are not gathered."""
         for var, cotangent in zip(variables, cotangents, strict=True):
             if var in self.arguments:
                 self._queue.append(PendingGrad(var, cotangent, GradState.REDUCED))
@@ -262,7 +265,7 @@ class GradScheduler:
         stacks: Mapping[tuple, int] = MappingProxyType({}),
         waits: bool = False,
     ) -> None:
-        """Add the gradients of one block's gathered parameters. They are not summed over devices yet.
+        """Add the gradients of one block's gathered parameters. These gradients are not summed over devices yet.
 
         `exposed` says that no later block of this pass can hide the reduction. `stacks` maps the key of a scan's layer
         to the number that `add_stack` returned for its stack. `waits` says that these gradients are reduced together
@@ -273,13 +276,13 @@ class GradScheduler:
             first, total = totals.get(param.key, (param, None))
             totals[param.key] = first, self.options.comm.add_use(total, grad)
         computed = [
-            # Before the barrier, the compiler sees that this transpose undoes the transpose of the product.
+            # Here, before the barrier, the compiler sees that this transpose undoes the transpose of the product.
             self._with_waiting(PendingGrad(param, param.to_order(total), GradState.COMPUTED, stacks.get(key)))
             for key, (param, total) in totals.items()
         ]
         if exposed:
-            # These gradients wait until the previous block's gradients are reduced. Otherwise XLA may reduce the
-            # previous ones later, when nothing is left to compute. Reductions across hosts use another link: no wait.
+            # Wait until the previous block's gradients are reduced. Otherwise XLA may reduce the previous ones later,
+            # when nothing is left to compute. Reductions across hosts use another link, so nothing waits for those.
             sent = [x.value for x in self._queue if isinstance(x.key, ShardedParam) and x.state is self._after(x.key)]
             computed = [dataclasses.replace(x, value=barrier([x.value], sent)[0][0]) for x in computed]
         if not waits and (exposed or not self.options.prefetch):
@@ -287,9 +290,9 @@ class GradScheduler:
         self._queue += computed
 
     def _with_waiting(self, new: PendingGrad) -> PendingGrad:
-        """Add the waiting gradient of an earlier block of the group to `new`, if both are of one gathered parameter.
+        """Return `new`, plus the waiting gradient of an earlier block if both are of the same gathered parameter.
 
-        Only this sum, which passes the next block's barrier, is then in memory until the group ends.
+        Until the group ends, memory then holds only this sum, which passes the next block's barrier.
         """
         for i, earlier in enumerate(self._waiting):
             if earlier.key.key == new.key.key and earlier.stack == new.stack:
@@ -299,12 +302,12 @@ class GradScheduler:
         return new
 
     def add_scattered(self, params: Sequence[ShardedParam], shards: Sequence, stacks: Sequence[int]) -> None:
-        """Add layers' gradient shards that must be reduced across groups. `stacks` are numbers from `add_stack`."""
+        """Add shards of layers' gradients, to be reduced across hosts. `stacks` are numbers from `add_stack`."""
         triples = zip(params, shards, stacks, strict=True)
         self._queue += [PendingGrad(param, shard, GradState.SCATTERED, stack) for param, shard, stack in triples]
 
     def add_stack(self, param: ShardedParam, stack: jax.Array) -> int:
-        """Add the gradients of a scan's stack, and return its number, by which missing layers can be added later."""
+        """Add a stack of layers' gradients. Return its number, for the layers that are added after the scan."""
         self._stacks.append((param, stack))
         return len(self._stacks) - 1
 

@@ -12,7 +12,7 @@ be residuals, and the backward pass could not gather them again at a time that w
 
 Five words say which values have cotangents:
 
-live      the variables of a program that depend on an argument whose cotangent is wanted
+live      the variables of a program through which a cotangent flows to an argument that needs one
 moving    the live variables among a segment's inputs
 trained   for each parameter of a segment, whether it is moving
 active    for each other input, whether it is moving. In `Passes`, `active_params`, `active_others` and `active_results`
@@ -49,8 +49,8 @@ _COMPUTING = frozenset({Kind.PRODUCT, Kind.KERNEL, Kind.FOREIGN})
 class BlockResiduals:
     """What a segment's forward pass stores for its backward pass."""
 
-    # The saved residuals of `Passes.run`. For a scan, a pair `(saved, carried)` of stacks of these residuals, and
-    # stacks of the carry with which each iteration started. For reductions, their results.
+    # The saved residuals of `Passes.run`. For a scan, a pair `(saved, carried)`: stacks of these residuals, and stacks
+    # of the carry with which each iteration started. For reductions, the results of the reductions.
     saved: Any
     others: Any  # inputs of the segment that are not gathered; None for an input that the backward pass does not read
     operands: Any  # values that the slices of the segment's parameters read (`ShardedParam.operands`)
@@ -72,19 +72,19 @@ class Segment(abc.ABC):
     scope, lasting = (), False  # see `BlockSegment`
 
     def entered(self, *transforms: str) -> Any:
-        """Enter the context in which a loop runs. `transforms` are the name scopes of JAX's transforms around it."""
+        """Enter the context in which the segment runs. A loop enters its name scopes inside those of `transforms`."""
         return contextlib.nullcontext()
 
     @abc.abstractmethod
     def forward(self, gathers: GatherScheduler, moving: Set) -> tuple[list, Any]:
         """Run the forward pass, and return `(results, residuals)`.
 
-        `moving` has the `sources` whose cotangents are wanted. If it is empty, the residuals are None.
+        `moving` has the `sources` whose cotangents are wanted. If `moving` is empty, the residuals are None.
         """
 
     @abc.abstractmethod
     def backward(self, residuals: Any, gathers: GatherScheduler, grads: GradScheduler) -> None:
-        """Take the cotangents of the results from `grads`, and add the cotangents of parameters and others to it."""
+        """Take the results' cotangents from `grads`, and add the cotangents of parameters and others to `grads`."""
 
     @property
     def first_gather(self) -> Sequence[ShardedParam]:
@@ -101,11 +101,12 @@ class Segment(abc.ABC):
 
     @property
     def stacks(self) -> Sequence[ShardedParam]:
-        """Return the stacks of a loop in which each iteration gathers one layer. Other segments have no such stacks."""
+        """Return the stacks of which each iteration of a loop gathers one layer; `()` for other segments."""
         return ()
 
     @property
     def waits_for_next(self) -> bool:
+        """Return whether the next gathers must end before this segment's results are used."""
         return True
 
     @property
@@ -133,15 +134,15 @@ class Segment(abc.ABC):
         return self._results_in(jaxprs.moved_by(self._given(moving), self.jaxpr))
 
     def live_sources(self, results: Collection) -> list:
-        """Return the sources to which cotangents may flow from any of these results."""
+        """Return the sources to which cotangents may flow from any of `results`."""
         return self._sources_in(jaxprs.moving(self._returned(results), self.jaxpr))
 
     def after(self, sources: Collection) -> list:
-        """Return the results that depend on any of these sources."""
+        """Return the results that depend on any of `sources`."""
         return self._results_in(jaxprs.dependent_on(self._given(sources), self.jaxpr.eqns))
 
     def behind(self, results: Collection) -> list:
-        """Return the sources that any of these results depends on."""
+        """Return the sources that any of `results` depends on."""
         return self._sources_in(jaxprs.needed_for(self.jaxpr.eqns, self._returned(results))[1])
 
     def _given(self, sources: Collection) -> list:
@@ -160,8 +161,8 @@ class Segment(abc.ABC):
         """Return `(gathered parameters, others)` for the forward pass, and start the gathers of later segments.
 
         The gathers wait for an anchor: an input that depends on the previous segment that gathered. A segment without
-        such an input is an independent branch, which must not wait for the previous segment. Then the anchor is any
-        input that a segment computed, and only the gathers also wait for the previous segment (`beside` of `start`).
+        an input of this kind is an independent branch, which must not wait for the previous segment. Its anchor is any
+        input that a segment computed. The gathers, but not this segment, also wait for the previous segment (`beside`).
         """
         if not self.params:
             return [], [gathers.env[v] for v in self.others]
@@ -177,8 +178,8 @@ class Segment(abc.ABC):
     def summed_later(self, gathers: GatherScheduler, grads: GradScheduler) -> list[int]:
         """Return the indices of the others whose cotangents stay partial sums: arguments, and values that hold no rows.
 
-        A value without rows may be a norm of a weight. If the compiler summed its cotangent, it would also all-reduce
-        the gradient of the weight, and then divide the arithmetic on this gradient over the devices.
+        A value without rows may be a norm of a weight. If the norm's cotangent were summed, the compiler would also
+        all-reduce the gradient of the weight, and then divide the arithmetic on this gradient over the devices.
         """
         # A parameter that was gathered for a loop is not among `rows`. Values of an extended type have no sums.
         is_number = lambda v: not jax.dtypes.issubdtype(v.aval.dtype, jax.dtypes.extended)
@@ -187,13 +188,13 @@ class Segment(abc.ABC):
 
     @functools.cached_property
     def has_rule(self) -> bool:
-        """Return whether the derivative may be nonlinear in the cotangents, as that of a `jax.custom_vjp` may be."""
+        """Return whether the segment has a `jax.custom_vjp`, whose derivative may be nonlinear in the cotangents."""
         return any(compat.name_of(eqn) == "custom_vjp_call" for eqn in jaxprs.equations(self.jaxpr))
 
     def pulled(
         self, residuals: BlockResiduals, gathered: Sequence, given: Sequence, comm: Collectives, sums: Sums, zero=None
     ) -> tuple[list, list]:
-        """Call `Passes.pull`. If a cotangent has partial sums, call it once per worker, without collectives."""
+        """Call `Passes.pull`: once per worker and without collectives if a cotangent has partial sums, or else once."""
         passes: Passes = residuals.passes
         kept, avals = (residuals.others, residuals.saved), [self.jaxpr.outvars[i].aval for i in passes.active_results]
         given = [x.sum(0) if self.has_rule and x.ndim > a.ndim else x for x, a in zip(given, avals, strict=True)]
@@ -205,7 +206,7 @@ class Segment(abc.ABC):
             return jax.vmap(lambda row: passes.pull(one, gathered, *kept, row, zero, sums=sums))(rows)
 
     def cotangents(self, indices: Sequence[int], grads: GradScheduler) -> list | None:
-        """Return the cotangents of the results at `indices`, with zeros for missing ones. None: all are missing."""
+        """Return the cotangents of the results at `indices`: zeros for missing ones, but None if all are missing."""
         keys, avals = [self.results[i] for i in indices], [self.jaxpr.outvars[i].aval for i in indices]
         if not any(key in grads.cotangents for key in keys):
             return None
@@ -238,7 +239,7 @@ class BlockSegment(Segment):
             others,
             trained=[p.root in moving for p in self.params],
             active=[v in moving for v in self.others],
-            # Equations without parameters are one segment even if they have nothing to do with each other.
+            # A segment without parameters may have unrelated equations, so it differentiates only its live results.
             wanted=None if self.params else [self.results.index(v) for v in self.live_results(moving)],
             rows=KnownRows(gathers.rows_of(self.others), gathers.rows_of(self.results), comm.follower, comm),
             carried=carried_by(self.params),
@@ -273,8 +274,8 @@ class BlockSegment(Segment):
         if gathered is None:
             values = dict(zip(sorted(passes.needed), again, strict=True))
             gathered = [values.get(i) for i in range(len(self.params))]
-        # A segment without products may be a lookup, whose gradient is added into zeros. Without this seed, XLA could
-        # allocate these zeros at the start of the program.
+        # A segment without products may be a lookup, whose gradient is added into zeros. If the zeros did not depend on
+        # `zero`, XLA could allocate them at the start of the program.
         makes_none = self.computes or all(jaxprs.facts(eqn).adds_no_zeros for eqn in jaxprs.equations(self.jaxpr))
         zero = None if makes_none else comm.zero_after(cotangents, passes.result_rows)
         sums = Sums.of(self.summed_later(gathers, grads), comm.experts(param.leaf for param in self.params))

@@ -4,7 +4,7 @@
 array to gather.
 
 A cast to a narrower type is applied to the shard, because the gather then moves fewer bytes. Slices and changes of
-layout that keep the sharded dim are applied to it, too (`sliced`). Other equations run on the gathered parameter.
+layout that keep the sharded dim are applied to the shard, too (`sliced`). Others run on the gathered parameter.
 """
 
 import dataclasses
@@ -20,8 +20,8 @@ from zerojax import compat, jaxprs
 from zerojax.layout.leaf import Leaf
 from zerojax.placement.storage import to_device
 
-# Equations that copy the shard. Only a stack that a loop scans over is copied, because otherwise the whole stack
-# would be gathered before the loop.
+# Equations that copy the shard. They are applied only to stacks that a loop scans over, because otherwise the whole
+# stack would be gathered before the loop.
 OF_STACKS = frozenset({"transpose", "rev", "reshape"})
 # All primitives that may be applied to the shard. Of casts, only those to a narrower type are applied.
 OF_SHARDS = OF_STACKS | {"slice", "dynamic_slice", "squeeze", "convert_element_type"}
@@ -29,7 +29,7 @@ OF_SHARDS = OF_STACKS | {"slice", "dynamic_slice", "squeeze", "convert_element_t
 
 @dataclasses.dataclass(frozen=True)
 class ShardedParam:
-    """What one use of a sharded parameter gathers: the parameter, or a slice or a cast of it. `shard` computes it."""
+    """What one use of a sharded parameter gathers: the parameter, or a slice or a cast of the parameter."""
 
     root: Any  # the variable of the parameter
     stored: Leaf  # the layout of the parameter
@@ -65,7 +65,7 @@ class ShardedParam:
         return self.leaf.dtype != self.root.aval.dtype
 
     def used(self, line: str, dtype: np.dtype | None, order: tuple[int, ...]) -> "ShardedParam":
-        """Return the parameter with the line ("file.py:12"), the gathered type and the gradient's order of one use."""
+        """Return the parameter as its use at `line` ("file.py:12") gathers it. `order` is that of gradient dims."""
         leaf = dataclasses.replace(self.leaf, path=f"{self.leaf.path} {line}".rstrip())
         # Two casts round differently from one, so a parameter that has been cast keeps its type.
         if dtype is not None and not self.is_cast:
@@ -139,7 +139,7 @@ def root_param(var, leaf: Leaf) -> ShardedParam:
 
 
 def carried_by(params: Sequence[ShardedParam]) -> dict[int, np.dtype]:
-    """Map the index of a parameter to the type of its cotangent, if the parameter is gathered in another type."""
+    """Map the index of each parameter whose cotangent does not have the gathered type to the cotangent's type."""
     return {i: p.cotangent_dtype for i, p in enumerate(params) if p.cotangent_dtype != p.leaf.dtype}
 
 

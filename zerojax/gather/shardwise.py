@@ -92,9 +92,9 @@ class Shardwise:
     def of(cls, eqn: Any, layouts: Mapping[Any, Leaf]) -> "Shardwise | None":
         """Return `eqn` with the layout of its first result, or None if devices cannot compute it on their shards.
 
-        Devices can do so if all parameters are on the device, divide dims of the same size over the same axes, and
-        have gradients that are not sharded further, and if the derivative can be computed on parts, too. `layouts` has
-        the layouts of the program's sharded parameters.
+        Devices can compute the result on shards if the derivative can be computed on parts, too, and if all parameters
+        are in device memory, are divided in dims of the same size over the same axes, and have gradients that are not
+        sharded further. `layouts` has the layouts of the program's sharded parameters.
         """
         leaves = tuple(layouts.get(v) for v in eqn.invars)
         first = next(leaf for leaf in leaves if leaf is not None)

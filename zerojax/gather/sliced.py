@@ -1,4 +1,4 @@
-"""Slice the shard of a parameter, or change its layout, before it is gathered. Loaded when a loss does so.
+"""Slice, transpose or reshape the shard of a parameter before the gather. Loaded when a loss does so with a parameter.
 
 A slice that keeps the sharded dim whole is applied to the shard, so that a gather moves one layer and not a stack.
 """
@@ -55,7 +55,7 @@ def sliced_shard(shard: jax.Array, slices: Sequence, operands: Mapping) -> jax.A
 def _applied(eqn: Any, shard: jax.Array, indices: Sequence) -> jax.Array:
     """Apply an equation to a shard, given the values of the operands after the first."""
     name, params, before, after = eqn.primitive.name, eqn.params, eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
-    # A slice has all of the sharded dim, in which the shard is shorter than the logical value.
+    # A slice keeps the whole sharded dim, in which the shard is shorter than `before`.
     own = lambda values: [a if a != b else x for a, b, x in zip(shard.shape, before, values, strict=True)]
     if name == "dynamic_slice":
         return lax.dynamic_slice(shard, indices, own(params["slice_sizes"]))

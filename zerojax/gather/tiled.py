@@ -44,9 +44,9 @@ def block(fn: Callable) -> Callable:
 
 
 def tiled(fn: Callable, *, tiles: int) -> Callable:
-    """Run a function that treats each position independently on one tile of the positions at a time.
+    """Run a function on one tile of the positions at a time. The function must treat each position independently.
 
-    Use it for a head and its cross entropy, so that the logits of all positions never exist at once, and for the
+    Use `tiled` for a head and its cross entropy, so that the logits of all positions never exist at once, and for the
     feed-forward layers of long sequences. Values and derivatives equal those of `fn(params, *arrays)`, except for
     rounding. The backward pass computes each tile again. Parameters are gathered once for all tiles. Their gradients
     are summed over the tiles in at least float32, and reduced once.
@@ -55,8 +55,8 @@ def tiled(fn: Callable, *, tiles: int) -> Callable:
         fn: `fn(params, *tiles)` returns arrays of (rows, positions, ...). Each position of a result must depend on the
             same position of the arguments alone. Take a mean over positions outside of `fn`.
         tiles: The number of tiles, at least 1. The memory of the values that `fn` computes is divided by this number. A
-            tile has every `tiles`-th position of all rows, so it is divided over the devices as the whole array is. If
-            the number does not divide the positions, the last position is computed more than once.
+            tile has every `tiles`-th position of all rows, so the devices divide a tile as they divide the whole array.
+            If `tiles` does not divide the number of positions, the last position is computed more than once.
 
     Returns:
         `run(params, *arrays)`, which returns the results of `fn` for all positions. `params` is any tree of arrays that

@@ -1,11 +1,11 @@
-"""Open calls of functions with a custom derivative that read a parameter only to quantise it.
+"""Let functions with a custom derivative that read a parameter only to quantise it take the quantised value instead.
 
 Quantised products are functions with a custom derivative. In Flax's direct FP8 layers, a product takes both the kernel
-and a float8 copy of the kernel. It reads the copy alone, and takes the kernel only to give it a cotangent. The call
-that quantises the kernel also returns a scale. The scale does not depend on the kernel, but reading it makes the call
-need the kernel. In qwix, the product quantises the kernel itself. All these calls would need the whole kernel on every
-device. `spared` evaluates them without the kernel: equations that `narrow` can move to the shards compute the quantised
-value first, and the product takes this value.
+and a float8 copy of the kernel. The product reads only the copy, and takes the kernel to give the kernel a cotangent.
+The call that quantises the kernel also returns a scale, which does not depend on the kernel. But every result of a call
+needs all its operands, so a reader of the scale needs the kernel. In qwix, the product quantises the kernel itself. All
+these calls would need the whole kernel on every device. `spared` evaluates them without the kernel: equations that
+`narrow` can move to the shards compute the quantised value first, and the product takes this value.
 """
 
 import functools
@@ -26,7 +26,7 @@ def is_small(v: Any, var: Any) -> bool:
 
 
 def spared(eqn: Any, values: Sequence, dims: Mapping) -> list | None:
-    """Evaluate a call of a function with a custom derivative so that it needs fewer parameters. The results are equal.
+    """Evaluate a call of a function with a custom derivative from fewer parameters. The results are the same.
 
     Return None if `eqn` is another equation, or if nothing can be spared. `dims` is a result of `parts.dims_of`.
     """
@@ -144,7 +144,7 @@ class _Call:
         return [by_place.get(k) for k in range(len(self.eqn.outvars))]
 
     def apart(self, k: int, operands: Collection[int], values: Sequence) -> jax.Array | None:
-        """Compute result `k` alone. Return None if it needs one of `operands`, or if its cotangent is needed."""
+        """Compute result `k` alone. Return None if the result needs one of `operands`, or if its cotangent is read."""
         result = self.results[self.order.index(k)]
         _, moved = jaxprs.needed_for(self.passes.eqns, list(self.pulled.values()))
         _, reads = jaxprs.needed_for(self.passes.eqns, [result])

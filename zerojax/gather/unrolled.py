@@ -1,4 +1,4 @@
-"""Unroll the loops over stacks of parameters on disk, which Python reads layer by layer."""
+"""Unroll loops over stacks of parameters on disk, because Python reads such a stack layer by layer."""
 
 from collections.abc import Collection
 from typing import Any

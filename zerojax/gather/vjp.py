@@ -120,9 +120,9 @@ class Passes:
         """Run the backward pass, and return the cotangents of the active parameters and of the active others.
 
         The cotangents of parameters may be partial sums, which `comm` reduces later. Values that are not in `needed` or
-        `needed_others` may be None. `zero` is a zero from which arrays of zeros are made, such as the array that a
-        lookup's gradient is added to, so that XLA cannot allocate them before `zero` is computed. `paired` says whether
-        both cotangents of a product of activations are computed next to each other (`paired.py`).
+        `needed_others` may be None. Arrays of zeros, such as the array that a lookup's gradient is added to, are made
+        from `zero`, so that XLA cannot allocate these arrays before it computes `zero`. `paired` says whether both
+        cotangents of a product of activations are computed next to each other (`paired.py`).
         """
         self._check_types(cotangents)
         pools = {"param": params, "other": others, "saved": saved}
@@ -242,7 +242,7 @@ def shared_passes(
     rows: KnownRows,
     **options: Any,
 ) -> Passes:
-    """Call `traced_passes`. The cache `known` makes segments that have inputs of equal types share one trace."""
+    """Call `traced_passes`, unless the cache `known` has the passes of a segment with inputs of the same types."""
     if known is None:
         return traced_passes(function, params, others, rows=rows, **options)
     types = tuple(jax.typeof(x) for x in (*params, *others))

@@ -37,8 +37,8 @@ class Whole(NamedTuple):
 class WorkingSet(NamedTuple):
     """The gathered parameters of a function."""
 
-    # The most bytes that a device holds at once: of one use (a block, an iteration of a scan), of the prefetched uses,
-    # and of everything that is gathered for several segments.
+    # The bytes that a device holds at most at once: the largest sum for one use (a block, an iteration of a scan) and
+    # its prefetched uses, and everything that is gathered for several segments.
     bytes: int = 0
     stacks: frozenset[int] = frozenset()  # indices of the stacks of which each iteration of a scan uses one layer
     layer: int = 0  # bytes of the largest use; a stack that is gathered whole counts as one layer
