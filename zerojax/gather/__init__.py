@@ -49,8 +49,8 @@ Values that are computed on a shard, or on one layer of a stack:
     per_layer       moves a change of a whole stack of layers into the loop that gathers them one by one
 
 Work that is shared. `engine.gather_groups` decides which blocks share a gather. `clusters` makes uses of one parameter
-neighbours, so that they can share it. `schedule._gather` gathers parameters with equal keys once. A weight that two
-blocks of different groups use is gathered once for each group:
+neighbours, so that these uses can share a gather. `schedule._gather` gathers parameters with equal keys once. A weight
+that two blocks of different groups use is gathered for each of the groups. The files:
     clusters        finds equations that share a gather with another use of their parameter
     merged          merges equations that compute the same value
     equal           lets equal segments share their passes, and keeps the names of each

@@ -105,7 +105,7 @@ def _rewritten(jaxpr: Any, given: Mapping) -> tuple[Any, list[Request]]:
 
 
 def _inside(eqn: Any, values: Sequence, dims: Mapping) -> Sequence | None:
-    """Evaluate a remat, layer or loop on the weights that its body requests, or return None without such requests."""
+    """Evaluate a remat, layer or loop with the weights that its body requests. Return None without requests."""
     loop, is_remat = compat.loop_of(eqn), compat.is_remat(eqn)
     is_block = compat.called(eqn) is not None
     of_params = any(dims.get(v) is not None for v in jaxprs.variables_in(eqn.invars))
@@ -170,7 +170,7 @@ def _scan(loop: Any, run: Any, read: Sequence[int], given: Sequence, by_row: Seq
 
 
 def _batched(request: Request, batched: Sequence[bool], eqn: Any) -> Request:
-    """Return the request for all iterations, given that of a loop's body, which reads rows of `batched` operands."""
+    """Convert the request of a loop body to one for all iterations. Each iteration reads rows of `batched` operands."""
     axes = [0 if on else None for on in batched]
     loop = compat.loop_of(eqn)
     assert loop is not None

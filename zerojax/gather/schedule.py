@@ -68,7 +68,7 @@ class GatherScheduler:
     arguments: Collection  # the program's arguments, and the scales of quantised weights
     rows: Mapping[Any, RowDims]  # for each variable of the program, which dims hold the rows of the batch
     position: int = 0  # the use that runs now
-    frontier: Sequence = ()  # variables that depend on the previous use, and that a later segment reads; first empty
+    frontier: Sequence = ()  # variables that depend on the previous use, and that a later segment reads; empty at first
     _next: int = 0
     _gathered: dict[int, list] = dataclasses.field(default_factory=dict)
 

@@ -4,7 +4,7 @@
 array to gather.
 
 A cast to a narrower type is applied to the shard, because the gather then moves fewer bytes. Slices and changes of
-layout that keep the sharded dim are applied to the shard, too (`sliced`). Others run on the gathered parameter.
+layout that keep the sharded dim are applied to the shard, too (`sliced`). Other equations run after the gather.
 """
 
 import dataclasses
@@ -65,7 +65,7 @@ class ShardedParam:
         return self.leaf.dtype != self.root.aval.dtype
 
     def used(self, line: str, dtype: np.dtype | None, order: tuple[int, ...]) -> "ShardedParam":
-        """Return the parameter as its use at `line` ("file.py:12") gathers it. `order` is that of gradient dims."""
+        """Return the parameter as the use at `line` ("file.py:12") gathers it, with the gradient's dims in `order`."""
         leaf = dataclasses.replace(self.leaf, path=f"{self.leaf.path} {line}".rstrip())
         # Two casts round differently from one, so a parameter that has been cast keeps its type.
         if dtype is not None and not self.is_cast:

@@ -1,4 +1,4 @@
-"""Slice, transpose or reshape the shard of a parameter before the gather. Loaded when a loss does so with a parameter.
+"""Slice, transpose or reshape the shard of a parameter before the gather. Loaded for losses that do so.
 
 A slice that keeps the sharded dim whole is applied to the shard, so that a gather moves one layer and not a stack.
 """
