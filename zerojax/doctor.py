@@ -185,8 +185,8 @@ def device_rates() -> tuple[str, dict[str, Any]]:
 def slowdown(products: float, gather: float, both: float) -> float | None:
     """Return the share `s` by which a gather slows products, or None if both do not overlap measurably.
 
-    The arguments are seconds: of products alone, of a gather alone, and of both together. Products that take `1 + s`
-    times as long while a gather runs lose `s / (1 + s)` of the gather's seconds.
+    The arguments are seconds: of products alone, of a gather alone, and of both together. During a
+    gather of `g` seconds, products do the work of only `g / (1 + s)` seconds, so that `g * s / (1 + s)` are lost.
     """
     lost = max(0.0, both - products) / gather
     return lost / (1 - lost) if lost < 0.9 else None

@@ -268,9 +268,9 @@ def _is_in(atom: Any, variables: Collection) -> bool:
 
 
 def _part_of_call(eqn: Any, concerned: Sequence[bool]) -> Any | None:
-    """Return the body of a call into which callers must look, because `concerned` is false for an operand (or result).
+    """Return the body of a call if `concerned` is false for some of its operands (or results); otherwise None.
 
-    For example, primal results of a JVP's call do not depend on tangent operands. Return None in other cases.
+    An analysis must then look into the body. For example, primal results of a JVP's call do not read its tangents.
     """
     if all(concerned) or len(eqn.outvars) < 2 or any(map(compat.is_ref, eqn.invars)):
         return None

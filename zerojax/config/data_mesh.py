@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec
 class DataMesh:
     """The names and sizes of a mesh's axes, and the data-parallel axes among them. A `DataMesh` has no devices.
 
-    Axes that are not data-parallel (tensor, expert, sequence) are left to the compiler. If `grads` begins with
-    `params`, a device's shard of a gradient is a part of the device's shard of the parameter.
+    Axes that are not data-parallel (tensor, expert, sequence) are left to the compiler. If the axes
+    `params` are the first of the axes `grads`, a device's shard of a gradient is a part of its shard of the parameter.
 
     References:
         Rajbhandari et al. 2020, arXiv 1910.02054, section 5; Zhao et al. 2023, arXiv 2304.11277, section 3.2 (hybrid

@@ -128,7 +128,7 @@ def body_of(eqn: Any) -> Any:
     """Return an open jaxpr that computes the same as `eqn`, in which rows can be followed. None: there is none.
 
     Examples are functions with a rule for `jax.vmap`, and the forward pass of a `custom_vjp(optimize_remat=True)`. The
-    jaxpr is for this analysis only, because such an equation cannot run on other shapes.
+    jaxpr is for this analysis only. It must not be evaluated on fewer rows, because it holds for the shapes of `eqn`.
     """
     name = {"custom_vmap_call": "call", "remat_opt": "fwd_jaxpr", "shard_map": "jaxpr"}.get(eqn.primitive.name)
     return None if name is None else compat.opened(eqn.params[name])[0]

@@ -18,7 +18,8 @@ In global view, a gradient that is not reduced yet may have one more dim in fron
 be `(groups, *shape)`, with one partial sum per group of devices. So code here compares a gradient's `ndim` with its
 parameter's, and counts dims from the end. In device view, no gradient has the additional dim.
 
-Read docs/engine.md first, and then these files, in this order. A loss like the one above needs no other file.
+First read docs/engine.md, or "A reading path" in docs/design.md, and then these files, in this order. A loss like the
+one above needs no other file.
 
     planner         turns the jaxpr of the loss into a `Program`, and lists the optional passes
     rules           has a table of rules; the first rule that matches an equation decides what happens to the equation

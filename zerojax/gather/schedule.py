@@ -237,10 +237,10 @@ class GradScheduler:
             for state in (GradState.SCATTERED, GradState.COMPUTED)
         )
         # A block of frozen parameters, which adds no gradients, may end the group. So the block says when waiting ends.
-        together, self._waiting = [*self._waiting, *computed], []
-        if self.group_continues and not flush:
-            together, self._waiting = [], together
-        self._queue = [*self._reduced_across(scattered), *self._scattered(together)]
+        waits = self.group_continues and not flush
+        computed = [*self._waiting, *computed]
+        self._waiting = computed if waits else []
+        self._queue = [*self._reduced_across(scattered), *self._scattered([] if waits else computed)]
 
     def add_others(self, variables: Sequence, cotangents: Sequence) -> None:
         """Add the cotangents of a block's other inputs, which are not gathered."""

@@ -12,11 +12,11 @@ be residuals, and the backward pass could not gather them again at a time that w
 
 Five words say which values have cotangents:
 
-live      the variables of a program through which a cotangent flows to an argument that needs one
-moving    the live variables among a segment's inputs
+live      the variables of a program through which a cotangent flows from the results to an argument that needs one
+moving    the live variables among a segment's inputs; none if no result of the segment is live
 trained   for each parameter of a segment, whether it is moving
-active    for each other input, whether it is moving. In `Passes`, `active_params`, `active_others` and `active_results`
-          are the indices of all parameters, others and results that have cotangents.
+active    the same for the inputs that are not parameters. The fields `active_params`, `active_others` and
+          `active_results` of `Passes` have indices instead.
 wanted    the indices of a segment's results that are live
 """
 

@@ -182,7 +182,7 @@ def traced_passes(
 
     `params` has the gathered parameters, or their shapes. `trained` and `active` say which parameters and others get
     cotangents, and `wanted` has the indices of the results to differentiate (None: all). If a parameter's gathered type
-    has no useful cotangents (int8, float8), `carried` maps its index to the type in which the function takes it.
+    has no useful cotangents (int8, float8), `carried` maps its index to the wider type in which it is differentiated.
     """
     active_params = tuple(i for i, on in enumerate(trained) if on and (i in carried or differentiable(params[i].dtype)))
     active_others = tuple(i for i, on in enumerate(active) if on and differentiable(others[i].dtype))

@@ -72,8 +72,8 @@ def update_first_group(
 ) -> tuple[dict[int, Array], list, list, tuple[int, ...]]:
     """Compute the group that needs no offloaded state. Return the fields of `ResidentResults`; see `resident_update`.
 
-    With parameters on disk, `cuts` are scalars that were reduced from gradients in files, and `equations` are the
-    remaining equations of the group, which read these scalars. Otherwise, all equations of the group are computed.
+    With parameters on disk, `cuts` are scalars that were reduced from gradients in files, chunk by chunk, and
+    `equations` are those of the group that read these scalars. Otherwise, all equations of the group are computed.
     """
     partition = plan.analysis(config).partition
     first, equations = partition.first, equations or partition.first.equations

@@ -47,11 +47,11 @@ class ShardingPlan(CachedHash):
     state: tuple[Leaf, ...]  # one `Leaf` per leaf of the optimizer's state
     # for each leaf of the state, the index of the trained parameter that the leaf mirrors, or None
     param_of: tuple[int | None, ...]
-    # the tree structure of the wrapped transformation's state, inside a `MasterState` if there are master weights
+    # the tree structure of the user's transformation's state, inside a `MasterState` if there are master weights
     state_def: jax.tree_util.PyTreeDef
     # for each leaf of the state, how the leaf is divided into offloaded chunks; None if the leaf stays on the device
     chunkings: tuple[Chunking | None, ...]
-    # the wrapped transformation, which checkpoints describe; equality of plans ignores it
+    # the user's transformation, which checkpoints describe; equality of plans ignores it
     tx: optax.GradientTransformation = dataclasses.field(compare=False)
     matrices: str = ""  # a text that describes how matrices are updated; empty if the update multiplies none
     # whether owners compute a part of the update; also true if the update cannot be traced without further arguments
@@ -115,7 +115,7 @@ def make_plan(config: Config, params: Any) -> ShardingPlan:
 
 
 def plan_of_layout(config: Config, layout: Layout) -> ShardingPlan:
-    """Add gradients and optimizer state to a layout of parameters. Only leaves with an elementwise update stay flat."""
+    """Add the optimizer state to a layout. Gradients stay flat only if their update is elementwise."""
     if config.offload is not None:
         config.offload.require_jit()
     check_choices(config, layout)

@@ -154,7 +154,7 @@ def update_shards(
     keep = lambda values, leaves: [to_storage(config.mesh, x, leaf) for x, leaf in zip(values, leaves, strict=True)]
     types = [part.dtype for part in plan.grads]
     wide = [common_dtype(x.dtype, dtype) for x, dtype in zip(grads, types, strict=True)]
-    run: Callable = plan.update(config, applies=False)
+    run: Callable = plan.update(config, applies=False)  # `new_params` applies the updates below, in storage
     params = None if params is None else [to_device(x) for x in params]
     if plan.may_have_owners:
         from zerojax.optim.equations import update_by_owners
