@@ -106,7 +106,7 @@ def following():
 
         return call
 
-    names = ("states", "results", "with_implied")
+    names = ("row_dims", "results", "with_implied")
     methods = {name: getattr(Follower, name) for name in names}
     for name, method in methods.items():
         setattr(Follower, name, measured(method))
