@@ -268,9 +268,9 @@ def _is_in(atom: Any, variables: Collection) -> bool:
 
 
 def _part_of_call(eqn: Any, concerned: Sequence[bool]) -> Any | None:
-    """Return the body of a call if `concerned` is false for some of its operands (or results); otherwise None.
+    """Return the body of a call if an analysis must look into it: some operands (or results) are not `concerned`.
 
-    An analysis must then look into the body. For example, primal results of a JVP's call do not read its tangents.
+    For example, the primal results of a call in a JVP do not read its tangents. Return None for any other equation.
     """
     if all(concerned) or len(eqn.outvars) < 2 or any(map(compat.is_ref, eqn.invars)):
         return None

@@ -147,7 +147,6 @@ class ZeroTransformation(TreeTransformation):
 
     @classmethod
     def of(cls, config: Config) -> ZeroTransformation:
-        """Return the transformation for a configuration that `zero_shard` built."""
         # The partials contain `config`, so an object that pickle rebuilds from `init` and `update` has `config`, too.
         return cls(functools.partial(init, config), functools.partial(update, config))
 

@@ -70,8 +70,8 @@ class Blocks:
         """Return the values that a block saves if it may save `share` of its bytes.
 
         If `share` is 0, only the results of collectives are saved. If it is 1, all values that the backward pass reads
-        are saved. In between, it is a share of `Graph.kept`, because XLA by itself recomputes elementwise functions of
-        saved values. In a loop, XLA does not recompute these functions, so `share` is a share of `Graph.bytes`.
+        are saved. Any other `share` counts the bytes of `Graph.kept`, because XLA by itself recomputes elementwise
+        functions of saved values. In a loop, XLA does not recompute these functions, and `Graph.bytes` count.
         """
         key = id(block.graph), block.is_loop, share
         if key not in self._choices:

@@ -49,7 +49,7 @@ class ReadRequest(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        """Return whether each process must read all of `saved`, because it is packed, or only one layout is flat."""
+        """Return whether each process must read all of `saved`: it is packed, or one of the two layouts is flat."""
         return bool(self.saved.pieces) or (self.saved.kind == "flat") != (self.leaf.kind == "flat")
 
 

@@ -154,7 +154,7 @@ def read_logical(folder: Path, saved: SavedLeaf, index: tuple[int, ...]) -> np.n
 
 
 def stored_params(tree: ZeroState | PyTree) -> Iterator[tuple[tuple[str, ...], Any, Leaf]]:
-    """Yield the keys, stored array and layout of each parameter. Master weights replace parameters made from them."""
+    """Yield the keys, stored array and layout of each parameter, or of its master weights if it has any."""
     if problem := problem_of(None, "state" if isinstance(tree, ZeroState) else "params", tree):
         raise ValueError(problem)
     if isinstance(tree, ZeroState):

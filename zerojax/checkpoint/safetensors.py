@@ -142,7 +142,7 @@ def read_headers(path: Path) -> dict[str, Header]:
 
 
 def names_in_index(index: Path) -> set[str]:
-    """Return the file names in an index. Raise a `ValueError` if one is a path, not the name of a file beside it."""
+    """Return the file names in an index. Raise a `ValueError` if one is a path, not a file name."""
     try:
         names = set(json.loads(index.read_text())["weight_map"].values())
         foreign = [name for name in names if name != os.path.basename(name) or name in ("", "..")]

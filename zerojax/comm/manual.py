@@ -171,7 +171,7 @@ class ManualCollectives:
 def barrier(anchor: Sequence[Array], *groups: Sequence[Array]) -> tuple[list[Array], list[list[Array]]]:
     """Return `anchor` and `groups` after one optimization barrier: no array can be read before all are computed.
 
-    XLA keeps only this order and data dependence. If `anchor` or all of `groups` are empty, there is no barrier.
+    No other operations are ordered by the barrier. If `anchor` or all of `groups` are empty, there is no barrier.
     """
     if not anchor or not any(groups):
         return list(anchor), [list(group) for group in groups]

@@ -212,9 +212,9 @@ def on_auto_mesh(
 
 @contextlib.contextmanager
 def auto_context(mesh: Mesh | None = None) -> Iterator[None]:
-    """Enter a context without Explicit axes and without another mesh than `mesh`. Traced code must give `mesh`.
+    """Enter a context whose mesh is `mesh`, or no mesh, without Explicit axes. Traced code must pass `mesh`.
 
-    A library may have called `jax.set_mesh`, and a `shard_map` accepts no mesh but the context's. Also a decorator.
+    Another library may have set a mesh (`jax.set_mesh`), and a `shard_map` over any other one fails. Also a decorator.
     """
     context = jax.sharding.get_abstract_mesh()
     other = mesh is not None and not context.manual_axes and context.shape_tuple not in ((), mesh.shape_tuple)

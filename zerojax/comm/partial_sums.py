@@ -214,7 +214,7 @@ def _added_up(loop: compat.LoopEqn, grads: Sequence[int]) -> list[int]:
 def _only_of(jaxpr: Any, grads: Sequence[int], has_rows: Callable[[Any], bool] = lambda _: False) -> set:
     """Return the variables that may be partial sums: they affect only results with indices `grads`, and linearly.
 
-    Leave out a sum over the rows that is added to every row again, as in the backward pass of a mean over the batch. If
+    Leave out a sum over rows that is broadcast to all rows again, as in the backward pass of a mean over the batch. If
     that sum were partial, everything that reads the sum would be partial, too, and each worker would compute all rows.
     """
     uses, _ = jaxprs.uses_of(jaxpr)

@@ -123,7 +123,7 @@ class Events:
         return call
 
     def limit(self, call: Call, seconds: float | None, *, ends: bool) -> None:
-        """Watch a call: if it has not ended `seconds` after the previous one, say so; with `ends`, end the process."""
+        """Print a message, and end the process if `ends`, if a call does not end `seconds` after the previous call."""
         if seconds is None:
             return
         call.limit, call.ends = seconds, ends

@@ -28,12 +28,12 @@ INTEGER_LIMITS = {"int4": 7, "int8": 127}
 
 @dataclasses.dataclass(frozen=True)
 class Codec:
-    """Encode blocks of elements. A scale per block maps the block's largest magnitude to that of the format.
+    """Encode blocks of elements. A scale per block maps the block's largest magnitude to the largest of the format.
 
     The error of an element has these bounds, where `max` is the largest magnitude in the element's block:
 
     - int8: `max / 254`; int4: `max / 14`. With stochastic rounding, the bound is twice as large.
-    - float8: 1/16 (e4m3fn) or 1/8 (e5m2) of the element, or of the format's scaled smallest normal if that is larger.
+    - float8: 1/16 (e4m3fn) or 1/8 (e5m2) of the element, and of the smallest normal number for smaller elements.
 
     Zeros stay zeros. A block with an infinity or NaN is decoded to values that are not finite.
     """

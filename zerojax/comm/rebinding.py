@@ -10,7 +10,7 @@ from zerojax import compat
 
 
 def with_inner_jaxprs(eqn, new: dict[int, Any]) -> Any:
-    """Replace each open jaxpr in the parameters of `eqn` by `new[id(jaxpr)]`, if given. Return None for a `HiPrim`."""
+    """Replace each open jaxpr in the parameters of `eqn` by `new[id(jaxpr)]`, if given. None: `eqn` is a `HiPrim`."""
     if "_prim" in eqn.params:
         return None
 
@@ -52,7 +52,7 @@ def shard_map_of(eqn, fn: Callable, **options: Any) -> Callable:
 
 
 def mesh_of_calls() -> Any:
-    """Return the mesh that a call of `jax.jit` would record if it were traced here. None: no mesh."""
+    """Return the mesh that a call of `jax.jit` would record if it were traced here, or None if there is no mesh."""
     (call,) = compat.opened(jax.make_jaxpr(jax.jit(lambda: 0.0))())[0].eqns
     return call.params.get("ctx_mesh")
 

@@ -1,11 +1,10 @@
 """Call losses that are written for Explicit axes (`out_sharding=`, `reshard`, `typeof`) on Auto axes.
 
-A loss is traced once on the caller's mesh, where the type of every array says how it is sharded. Its jaxpr is then
-evaluated on the same devices with Auto axes. Shardings are removed from the parameters of equations. A result's type
-becomes a sharding constraint in two cases: the equation names its result's sharding, or the type divides rows and no
-operand has the same type. Values that depend on parameters alone are not divided over the data axes. They get no
-constraint, so that `gather` recognises them. A loss that names no sharding gets no constraint at all. Its program
-equals the program that tracing on the Auto mesh gives.
+A loss is traced once on the caller's mesh, where the type of every array says how the array is sharded. Shardings are
+removed from the jaxpr of this trace, which is then evaluated on the same devices with Auto axes. Two kinds of results
+get a sharding constraint: those whose equation names their sharding, and those whose type divides rows, if no operand
+has this type. A loss that names no sharding gets no constraint, so its program is that of a trace on Auto axes. A value
+that depends on parameters alone gets none either, because `zerojax.gather` would not recognise it.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ class TypedLoss:
     loss: Any
 
     def call(self, params: PyTree, mutable: PyTree, batch: PyTree, args: tuple) -> Any:
-        """Call the loss on arguments whose types name shardings. Results whose types do so are wrapped in `Typed`."""
+        """Call the loss on arguments whose types name shardings. Wrap each result whose type names one in `Typed`."""
         given, mesh = (params, mutable, batch, without_types(args)), typed_mesh(self.config.user_mesh)
         if not mesh.explicit_axes:  # the caller's mesh has no Explicit axes, or device view made them Manual
             return self.loss.call(*given)
@@ -91,7 +90,7 @@ class TypedLoss:
 
 
 def on_one_device(config: Config) -> Config:
-    """Return a configuration to trace on one device, which replaces a mesh with Explicit axes but keeps the axes."""
+    """Return a configuration in which a mesh with Explicit axes has one device, and the same axes, for a trace."""
     mesh = config.user_mesh
     if not mesh.explicit_axes:
         return config

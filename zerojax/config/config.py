@@ -117,7 +117,7 @@ class Config:
             )
 
     def __getstate__(self) -> dict:
-        """Return the fields, and a record of the mesh, which is rebuilt at first use: loading starts no backend."""
+        """Return the fields, with a record of the mesh, which is rebuilt when it is first used, not when unpickled."""
         names = (field.name for field in dataclasses.fields(self) if field.name != "user_mesh")
         return {name: getattr(self, name) for name in names} | {"_mesh_record": mesh_record(self.user_mesh)}
 

@@ -23,8 +23,8 @@ def rows(x: "PyTree[Array]", dim: int = 0) -> "PyTree[Array]":
 
     Args:
         x: An array, or a tree of arrays.
-        dim: The dim that holds the rows. If it merges the rows with other entries, the rows must be the major part. A
-            negative dim counts from the end.
+        dim: The dim that holds the rows. In a dim of size `rows * n`, the rows must vary slowest, as after a reshape of
+            `(rows, n)`. A negative dim counts from the end.
 
     Returns:
         `x`, unchanged. The cotangent of `x` holds the rows on the same dim.

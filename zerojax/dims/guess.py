@@ -125,7 +125,7 @@ def is_undivided(eqn: Any, row_dims: Sequence[RowDims], workers: int) -> bool:
 
 
 def body_of(eqn: Any) -> Any:
-    """Return an open jaxpr that computes the same as `eqn`, in which rows can be followed. None: there is none.
+    """Return an open jaxpr that computes the same as `eqn`, and in which rows can be followed, or None.
 
     Examples are functions with a rule for `jax.vmap`, and the forward pass of a `custom_vjp(optimize_remat=True)`. The
     jaxpr is for this analysis only. It must not be evaluated on fewer rows, because it holds for the shapes of `eqn`.
@@ -172,7 +172,7 @@ def partitioning_rule(eqn: Any, row_dims: Sequence[RowDims], context: Context) -
 def shard_map_rule(eqn: Any, row_dims: Sequence[RowDims], context: Context) -> list[RowDims]:
     """Find the rows in the results of a `shard_map`: they are on the dims that `out_specs` divides over the data axes.
 
-    The answer is unknown for a result that no data axis divides: it may be a sum over the workers, or equal on them.
+    If no data axis divides a result, the answer is unknown: the result may be a sum over workers, or equal on all.
     """
     specs = eqn.params["out_specs"]
     if all(rows is not None and not rows.places for rows in row_dims):

@@ -38,7 +38,7 @@ def dynamic_update_slice_rule(eqn: Any, row_dims: Sequence[RowDims], context: Co
 
 
 def gather_rule(eqn: Any, row_dims: Sequence[RowDims], context: Context) -> RowDims:
-    """Find the followed dim after `gather`: in dims of the indices, and in operand dims read whole or in order."""
+    """Find the followed dim after `gather`: in dims of the indices, and in operand dims that are read completely."""
     operand, indices = row_dims
     if operand is None or indices is None:
         return UNKNOWN
@@ -56,7 +56,7 @@ def gather_rule(eqn: Any, row_dims: Sequence[RowDims], context: Context) -> RowD
         elif dim in batching:
             paired = int(numbers.start_indices_batching_dims[batching.index(dim)])
             found.add(place.to(batch[paired]))
-        elif place.outer == 1 and (at := _counting(eqn.invars[1], indices, dim, index_map, shape, context)) is not None:
+        elif place.outer == 1 and (at := _dim_counting(eqn, indices, dim, index_map, context)) is not None:
             found.add(Place(batch[at]))
         else:
             return UNKNOWN
@@ -90,7 +90,7 @@ def scatter_rule(eqn: Any, row_dims: Sequence[RowDims], context: Context) -> Row
             found.add(place.to(windows[dim]))
         elif (at_index := scattered.index(dim)) in paired:
             found.add(place.to(paired[at_index]))
-        elif place.outer == 1 and (counted := _counted(eqn, indices, at_index, shapes[0], context)) is not None:
+        elif place.outer == 1 and (counted := _dim_counted(eqn, indices, at_index, context)) is not None:
             found.add(Place(counted))
         else:
             summed = True
@@ -101,26 +101,27 @@ def scatter_rule(eqn: Any, row_dims: Sequence[RowDims], context: Context) -> Row
     return one_per_dim(found)
 
 
-def _counted(eqn: Any, indices: Places, dim: int, shape: Sequence[int], context: Context) -> int | None:
-    """Return the operand dim whose index is 0, 1, 2, ... along the dim `dim` of the scatter indices, or None."""
+def _dim_counted(eqn: Any, rows: Places, dim: int, context: Context) -> int | None:
+    """Return the operand dim that a scatter indexes with 0, 1, 2, ... along dim `dim` of its indices, or None."""
     to_operand = list(map(int, eqn.params["dimension_numbers"].scatter_dims_to_operand_dims))
-    counted = (d for d in to_operand if _counting(eqn.invars[1], indices, d, to_operand, shape, context) == dim)
-    return next(counted, None)
+    return next((d for d in to_operand if _dim_counting(eqn, rows, d, to_operand, context) == dim), None)
 
 
-def _counting(
-    indices: Any, rows: Places, dim: int, index_map: Sequence[int], shape: Sequence[int], context: Context
-) -> int | None:
-    """Return the dim of `indices` along which the index into the operand dim `dim` is 0, 1, 2, ..., or None."""
-    if dim not in index_map or compat.is_literal(indices):
+def _dim_counting(eqn: Any, rows: Places, dim: int, index_map: Sequence[int], context: Context) -> int | None:
+    """Return the dim of a gather's or scatter's indices along which dim `dim` of the operand is indexed in order.
+
+    The index is 0, 1, 2, ... along the returned dim. `rows` has the row dims of the indices, and `index_map` the
+    operand dim that each part of an index selects from. Return None if there is no such dim.
+    """
+    operand, indices = eqn.invars[:2]
+    if dim not in index_map or compat.is_literal(indices) or indices.aval.shape[-1] != len(index_map):
         return None
-    if indices.aval.shape[-1] != len(index_map):
-        return None
-    part, found = index_map.index(dim), rows.counting or _count(indices, context)
-    return next((at for of, at in found if of in (part, None) and indices.aval.shape[at] == shape[dim]), None)
+    part, found = index_map.index(dim), rows.counting or _counting(indices, context)
+    size = operand.aval.shape[dim]
+    return next((at for of, at in found if of in (part, None) and indices.aval.shape[at] == size), None)
 
 
-def _count(indices: Any, context: Context) -> frozenset[tuple[int | None, int]]:
+def _counting(indices: Any, context: Context) -> frozenset[tuple[int | None, int]]:
     """Return the pairs `(part, dim)` of `Places.counting` for an array of integers."""
     if (values := _constant(indices, context)) is not None:
         dim = _dim_of(values)
@@ -152,7 +153,7 @@ def noted(atoms: Sequence, row_dims: Sequence[RowDims], context: Context) -> lis
     """
     return [
         dataclasses.replace(rows, counting=found)
-        if rows is not None and not rows.counting and is_index(atom) and (found := _count(atom, context))
+        if rows is not None and not rows.counting and is_index(atom) and (found := _counting(atom, context))
         else rows
         for atom, rows in zip(atoms, row_dims, strict=True)
     ]

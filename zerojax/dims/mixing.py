@@ -50,7 +50,7 @@ def concatenate_rule(eqn: Any, row_dims: Sequence[RowDims], context: Context) ->
 
 
 def pad_rule(eqn: Any, row_dims: Sequence[RowDims], context: Context) -> RowDims:
-    """Find the followed dim after `pad`: unknown if this dim is padded by anything but whole blocks."""
+    """Find the followed dim after `pad`: unknown if this dim is padded, except by whole blocks (`Place.outer`)."""
     rows = ragged(row_dims[0], [d for d, config in enumerate(eqn.params["padding_config"]) if any(config)])
     for dim, (low, high, inside) in enumerate(eqn.params["padding_config"]):
         place = None if rows is None else rows.along(dim)

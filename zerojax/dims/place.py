@@ -165,7 +165,7 @@ def reshaped(rows: RowDims, old: Sequence[int], new: Sequence[int], count: int) 
     places = set()
     for place in rows.places:
         before = math.prod(old[: place.dim]) * place.outer
-        found = _place_of(before, before * count, new) or _in_last_part(old, place, new, count)
+        found = _place_of(before, count, new) or _in_last_part(old, place, new, count)
         if found is None:
             return UNKNOWN
         places.add(found)
@@ -177,19 +177,22 @@ def reshaped(rows: RowDims, old: Sequence[int], new: Sequence[int], count: int) 
     return Places(frozenset(places), frozenset(uniform))
 
 
-def _place_of(start: int, end: int, shape: Sequence[int]) -> Place | None:
-    """Return the place in `shape` of the factor `end // start`, which follows factors of product `start`, or None."""
-    before = 1
+def _place_of(before: int, count: int, shape: Sequence[int]) -> Place | None:
+    """Return the place in `shape` of a factor `count`, or None if no dim contains the whole factor.
+
+    `before` is the product of all factors in front of it. For example, the 4 of `(2, 4, 5)`, with `before=2`, is at
+    `Place(0, outer=2)` in `(8, 5)`.
+    """
+    product = 1  # of the sizes in front of `dim`
     for dim, size in enumerate(shape):
-        after = before * size
-        if size > 1 and start % before == 0 and after % end == 0 and before <= start:
-            return Place(dim, start // before)
-        before = after
+        if size > 1 and before % product == 0 and product * size % (before * count) == 0:
+            return Place(dim, before // product)
+        product *= size
     return None
 
 
 def _in_last_part(old: Sequence[int], place: Place, new: Sequence[int], count: int) -> Place | None:
-    """Return the last part of a split followed dim (as rows into microbatches) if `count` divides it, or None."""
+    """Return the last dim that a reshape makes of the followed dim, or None if `count` does not divide this dim."""
     end = math.prod(old[: place.dim + 1])
     after = math.prod(new)
     for dim in reversed(range(len(new))):

@@ -62,27 +62,27 @@ def reads_together(jaxpr: Any, params: Collection) -> Any:
     """Move an equation up to an earlier one that reads the same parameters, so that both share a gather.
 
     For example, two calls of a network on two views of a batch are then computed side by side, layer by layer. An
-    equation moves only if it needs no other gather first, and if the values that are computed early take no more bytes
-    than the earlier equation's operands and the values still to be read. `params` are the sharded parameters.
+    equation moves only if no other equation that reads `params`, the sharded parameters, must run before it. The values
+    that are computed early must not take more bytes than the values that are in memory at the earlier equation: its
+    parameters, its operands, and values to be read later.
     """
     reads = [jaxprs.variables_in(eqn.invars) for eqn in jaxpr.eqns]
     made = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
     roots = jaxprs.roots_of(params, jaxpr)
     uses: dict = {}  # the parameters that each equation reads, except equations on parameters alone
+    readers: dict = {}  # the equations that read each parameter, with the same exception
     for i, eqn in enumerate(jaxpr.eqns):
         found = set().union(*(roots.get(v, ()) for v in reads[i]))
         if found and roots.keys().isdisjoint(eqn.outvars):
             uses[i] = found
-    readers: dict = {}
-    for i, found in uses.items():
-        for root in found:
-            readers.setdefault(root, []).append(i)
+            for root in found:
+                readers.setdefault(root, []).append(i)
     if max(map(len, readers.values()), default=0) < 2 or any(map(compat.is_ref, made)):
         return jaxpr
-    left = Counter(v for each in [*reads, jaxprs.variables_in(jaxpr.outvars)] for v in each)
+    unread = Counter(v for each in [*reads, jaxprs.variables_in(jaxpr.outvars)] for v in each)  # the reads to come
     order: dict = {}  # the indices of the equations so far
     early: set = set()  # values that are computed early
-    waiting: set = set()  # values that are still to be read
+    in_memory: set = set()  # values that are computed and still to be read
     blocked: dict = {}  # an equation that cannot move before another one has run -> the other one
 
     def needed(i: int) -> list | None:
@@ -96,9 +96,9 @@ def reads_together(jaxpr: Any, params: Collection) -> Any:
 
     def run(i: int) -> None:
         order[i] = None
-        left.subtract(reads[i])
-        waiting.update(v for v in jaxpr.eqns[i].outvars if left[v] and v not in roots)
-        waiting.difference_update([v for v in reads[i] if not left[v]])
+        unread.subtract(reads[i])
+        in_memory.update(v for v in jaxpr.eqns[i].outvars if unread[v] and v not in roots)
+        in_memory.difference_update([v for v in reads[i] if not unread[v]])
 
     for i in range(len(jaxpr.eqns)):
         if i in order:
@@ -107,14 +107,15 @@ def reads_together(jaxpr: Any, params: Collection) -> Any:
         if i not in uses or compat.loop_of(jaxpr.eqns[i]):
             continue
         for j in sorted({j for root in uses[i] for j in readers[root] if j not in order and uses[j] <= uses[i]}):
+            # Without another gather between them, `i` and `j` share a gather where they are.
             apart = any(k in uses and k not in order and not uses[k] <= uses[i] for k in range(i + 1, j))
             moved = needed(j) if apart and blocked.get(j, i) in order else None
             if moved is None:
                 continue
-            again = Counter(v for k in moved for v in reads[k])
-            new = {v for k in moved for v in jaxpr.eqns[k].outvars if v not in roots} | (early & waiting)
-            room = sum(map(jaxprs.nbytes, uses[i] | ((waiting | {*reads[i]}) - early - roots.keys())))
-            if sum(jaxprs.nbytes(v) for v in new if left[v] > again[v]) <= room:
+            reads_of_moved = Counter(v for k in moved for v in reads[k])
+            new = {v for k in moved for v in jaxpr.eqns[k].outvars if v not in roots} | (early & in_memory)
+            room = sum(map(jaxprs.nbytes, uses[i] | ((in_memory | {*reads[i]}) - early - roots.keys())))
+            if sum(jaxprs.nbytes(v) for v in new if unread[v] > reads_of_moved[v]) <= room:
                 early |= new
                 for k in moved:
                     run(k)

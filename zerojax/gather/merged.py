@@ -73,7 +73,6 @@ class _Numbers:
         self._earlier: dict = {}  # equations and the numbers of their results, by keys that ignore functions
 
     def add(self, eqn: Any) -> None:
-        """Give numbers to the results of an equation."""
         self.of |= zip(eqn.outvars, self._results(eqn, self.of), strict=True)
 
     def _results(self, eqn: Any, of: dict) -> Sequence:
@@ -111,7 +110,7 @@ _valued.defjvp(lambda primals, tangents: (primals[0], tangents[1]))
 
 
 def _with_value(eqn: Any, value: Any) -> list:
-    """Return equations that replace `eqn`. Their result is the variable `value`, with the derivative of `eqn`."""
+    """Return equations that copy `value`, a variable equal to the result of `eqn`, with the derivative of `eqn`."""
 
     @jax.jit
     def product(value, *operands):

@@ -2,9 +2,10 @@
 
 A quantised weight is computed element by element from parameters and from values that are alike on all devices, such as
 a maximum of the weight. `hoisted` moves the computation out of remats, calls of `zerojax.block` and loops to the start
-of the loss, as a `shardwise` equation (see `shardwise`). Where the weight is used, a `widen` equation computes it from
-a narrow value: the one of the narrowest type among the values that determine the weight without the parameters. A
-straight-through weight `w + stop_gradient(quantised(w) - w)` has no narrow value, so the weight itself is gathered.
+of the loss, as a `shardwise` equation (see `shardwise`). Devices then gather a narrow value, from which a `widen`
+equation computes the weight where it is used. Of all values that determine the weight without the parameters, the one
+with the narrowest type is gathered. A straight-through weight `w + stop_gradient(quantised(w) - w)` has no such value,
+so the weight itself is gathered.
 """
 
 import dataclasses
@@ -36,7 +37,7 @@ class Request(NamedTuple):
     widened: Callable[[Sequence, Sequence], Sequence] = lambda args, values: values
 
     def bind(self, values: Sequence, constants: int = 0) -> list:
-        """Add a `shardwise` equation. `values` are the jaxpr's arguments, and `constants` counts its last constants."""
+        """Add a `shardwise` equation. The last `constants` of `values`, the jaxpr's arguments, are constants."""
         fixed = frozenset(k for k, i in enumerate(self.operands) if i >= len(values) - constants)
         return shardwise_p.bind(*(values[i] for i in self.operands), of=dataclasses.replace(self.of, fixed=fixed))
 
@@ -185,35 +186,35 @@ def _batched(request: Request, batched: Sequence[bool], eqn: Any) -> Request:
 
 
 def chosen_values(jaxpr: Any, dims: Mapping) -> list:
-    """Return the quantised weights to compute on shards: tuples of variables, and the `shardwise` equations of `jaxpr`.
+    """Return what to compute on shards: the `shardwise` equations of `jaxpr`, and a tuple of variables per weight.
 
-    Shards can compute the values in `dims`. The last of these from which all later uses of the same parameters can be
-    computed is the weight. A tuple has the weight, and then small values of these parameters that have no derivative.
+    A tuple has a quantised weight, and then the small values without derivative that depend on the same parameters. The
+    weight is the last value in `dims` (the values that shards can compute) from which all uses of these parameters can
+    be computed.
     """
     chosen: list = [eqn for eqn in jaxpr.eqns if eqn.primitive is shardwise_p]
-    made = jaxprs.makers(jaxpr.eqns)
-    below = {v for eqn in chosen for v in eqn.outvars}
-    divided = [v for v, dim in dims.items() if dim is not None]
-    read = [v for eqn in jaxpr.eqns if not all(v in dims for v in eqn.outvars) for v in jaxprs.variables_in(eqn.invars)]
-    read = dict.fromkeys(v for v in [*read, *jaxprs.variables_in(jaxpr.outvars)] if v in dims and v not in below)
-    ends = {v: _cone(v, made) for v in read if dims[v] is not None}
-    fixed = {v: _cone(v, made) for v in read if v in made and made[v].primitive.name == "stop_gradient"}
-    given = set(jaxpr.invars)
-    roots = {v: {u for u in cone if u in given and dims[u] is not None} for v, cone in ends.items()}
-    for root in {frozenset(r): r for r in roots.values()}.values():
-        group = [v for v in ends if roots[v] & root]
-        candidates = [v for v in divided if v in made and v not in below and jnp.issubdtype(v.aval.dtype, jnp.floating)]
-        candidates = [v for v in candidates if all(_computes(v, end, made, dims) for end in group)]
-        cones = {v: _cone(v, made) for v in candidates}
-        candidates = [v for v, cone in cones.items() if root & cone.keys() and _is_quantised(cone, made)]
-        for last in candidates[-1:]:
-            chosen.append((last, *(v for v, cone in fixed.items() if root & cone.keys() and is_small(v, last))))
+    made, done = jaxprs.makers(jaxpr.eqns), {v for eqn in chosen for v in eqn.outvars}
+    # The values that shards can compute, and that the rest of the function reads.
+    rest = [eqn.invars for eqn in jaxpr.eqns if not all(v in dims for v in eqn.outvars)]
+    read = dict.fromkeys(v for atoms in [*rest, jaxpr.outvars] for v in jaxprs.variables_in(atoms) if v in dims)
+    params = {v for v in jaxpr.invars if dims.get(v) is not None}
+    params_of = functools.cache(lambda v: frozenset(params.intersection(_cone(v, made))))
+    uses = [v for v in read if dims[v] is not None and v not in done]
+    fixed = [v for v in read if v not in done and v in made and made[v].primitive.name == "stop_gradient"]
+    floats = [v for v in dims if v in made and v not in done and jnp.issubdtype(v.aval.dtype, jnp.floating)]
+    weights = [v for v in floats if dims[v] is not None and _is_quantised(v, made)]
+    for of in dict.fromkeys(map(params_of, uses)):
+        shared = lambda v, of=of: not of.isdisjoint(params_of(v))
+        ends = [*filter(shared, uses)]
+        found = [v for v in weights if shared(v) and all(_computes(v, end, made, dims) for end in ends)]
+        for weight in found[-1:]:
+            chosen.append((weight, *(v for v in fixed if shared(v) and is_small(v, weight))))
     return list(dict.fromkeys(chosen))
 
 
-def _is_quantised(cone: Mapping, made: Mapping) -> bool:
-    """Return whether an equation in a weight's `_cone` quantises. The rule "on the shard" handles a cone of casts."""
-    eqns = [made[v] for v in cone if v in made]
+def _is_quantised(weight: Any, made: Mapping) -> bool:
+    """Return whether a weight is quantised by more than casts, which the rule "on the shard" applies to the shard."""
+    eqns = [made[v] for v in _cone(weight, made) if v in made]
     if all(eqn.primitive.name == "convert_element_type" for eqn in eqns):
         return False
     return any(quantises(one) for eqn in eqns for one in jaxprs.with_inner(eqn))
@@ -240,7 +241,7 @@ def _request(jaxpr: Any, consts: Sequence, target: Any, given: Mapping) -> Reque
     traced = lambda run: jax.make_jaxpr(run)(*(v.aval for v in inputs))
     if isinstance(target, tuple):
         full = traced(function_of(jaxpr, consts, inputs, wanted))
-        return _with_tail(full, operands, wanted, [given[v] for v in inputs])
+        return _of_weight(full, operands, wanted, [given[v] for v in inputs])
     of, before = target.params["of"], function_of(jaxpr, consts, inputs, target.invars)
 
     def behind(closed):
@@ -254,54 +255,54 @@ def _request(jaxpr: Any, consts: Sequence, target: Any, given: Mapping) -> Reque
     return Request(operands, dataclasses.replace(of, head=behind(of.head), full=behind(of.full)), wanted)
 
 
-def _with_tail(full: Any, operands: tuple[int, ...], targets: list, given: Sequence[int | None]) -> Request | None:
+def _of_weight(full: Any, operands: tuple[int, ...], targets: list, given: Sequence[int | None]) -> Request | None:
     """Return the request for `targets`, which `full` computes: a quantised weight, and then small values.
 
-    Shards compute the weight's narrowest value, and each use computes the weight from this value. Return None if shards
-    cannot compute the weight, or if the narrowest value is a parameter.
+    Shards compute the narrowest value from which the weight can be computed, and each use computes the weight from this
+    value. Return None if shards cannot compute the weight, or if the narrowest value is a parameter.
     """
     jaxpr, consts = compat.opened(without_calls(full))
     jaxpr = jaxpr.replace(eqns=jaxprs.alive(jaxpr))
-    dims = dims_of(jaxpr, dict(zip(jaxpr.invars, given, strict=True)))
-    end, *fixed = jaxpr.outvars
-    made = jaxprs.makers(jaxpr.eqns)
-    if dims.get(end) is None:
+    dims, made = dims_of(jaxpr, dict(zip(jaxpr.invars, given, strict=True))), jaxprs.makers(jaxpr.eqns)
+    weight, *small_targets = jaxpr.outvars
+    if dims.get(weight) is None:
         return None
-    alike_shape = [v for v in dims if dims[v] is not None and v.aval.shape == end.aval.shape]
-    candidates = [v for v in alike_shape if _is_exact_in(v.aval.dtype, end.aval.dtype) or v is end]
-    candidates = [v for v in candidates if _computes(v, end, made, dims)]
-    narrow = min(reversed(candidates), key=lambda v: v.aval.dtype.itemsize)
+    same_shape = [v for v, dim in dims.items() if dim is not None and v.aval.shape == weight.aval.shape]
+    exact = [v for v in same_shape if v is weight or _is_exact_in(v.aval.dtype, weight.aval.dtype)]
+    enough = [v for v in exact if _computes(v, weight, made, dims)]
+    narrow = min(reversed(enough), key=lambda v: v.aval.dtype.itemsize)
     if narrow not in made:
         return None
-    if narrow is end:
+    if narrow is weight:
         return Request(operands, Computation(full, full), targets)
-    # `widen` computes the weight from the narrow value, from the operands that are alike, and from the scales.
+    # `widen` computes the weight from the narrow value, from the scales, and from the operands that are alike.
     depends = jaxprs.dependent_on([v for v in jaxpr.invars if dims[v] is not None], jaxpr.eqns)
     small = {v for v in depends if is_small(v, narrow)}
-    eqns, reads = jaxprs.needed_for(jaxpr.eqns, [end], {*small, narrow})
-    scales = [v for v in made if v in reads and v is not narrow and not any(v in e.outvars for e in eqns)]
+    late, reads = jaxprs.needed_for(jaxpr.eqns, [weight], {*small, narrow})
+    computed_late = {v for eqn in late for v in eqn.outvars}
+    scales = [v for v in made if v in reads and v is not narrow and v not in computed_late]
     alike = [i for i, v in enumerate(jaxpr.invars) if v in reads and dims[v] is None]
     inputs = [narrow, *scales, *(jaxpr.invars[i] for i in alike)]
-    if not reads <= {*compat.constvars_of(jaxpr), *inputs, *(v for eqn in eqns for v in eqn.outvars)}:
+    if not reads <= {*compat.constvars_of(jaxpr), *inputs, *computed_late}:
         return None
-    of_narrow, dtype = function_of(jaxpr, consts, inputs, [end]), narrow.aval.dtype
-    travels = jnp.dtype({"int4": "int8", "int2": "int8", "uint4": "uint8", "uint2": "uint8"}.get(str(dtype), dtype))
-
-    tail = lambda q, *args: of_narrow(q.astype(dtype), *args)
-    shapes = [narrow.aval.update(dtype=travels), *(v.aval for v in scales), *(jaxpr.invars[i].aval for i in alike)]
-    of_all = function_of(jaxpr, consts, jaxpr.invars, [narrow, *scales, *fixed])
+    dtype = narrow.aval.dtype
+    sent = jnp.dtype({"int4": "int8", "int2": "int8", "uint4": "uint8", "uint2": "uint8"}.get(str(dtype), dtype))
+    on_shards = function_of(jaxpr, consts, jaxpr.invars, [narrow, *scales, *small_targets])
+    on_use = function_of(jaxpr, consts, inputs, [weight])
 
     def head(*args):
-        q, *others = of_all(*args)
-        return [q.astype(end.aval.dtype), *others]
+        value, *others = on_shards(*args)
+        return [value.astype(weight.aval.dtype), *others]
 
-    wide, count = jax.make_jaxpr(tail)(*shapes), 1 + len(scales)
+    shapes = [narrow.aval.update(dtype=sent), *(v.aval for v in inputs[1:])]
+    tail = jax.make_jaxpr(lambda value, *args: on_use(value.astype(dtype), *args))(*shapes)
+    count = 1 + len(scales)
 
     def widened(args, values):
-        others = [*values[:count], *(args[operands[i]] for i in alike)]
-        return [widen_p.bind(*others, tail=wide, dtype=travels), *values[count:]]
+        given = [*values[:count], *(args[operands[i]] for i in alike)]
+        return [widen_p.bind(*given, tail=tail, dtype=sent), *values[count:]]
 
-    computation = Computation(jax.make_jaxpr(head)(*(v.aval for v in jaxpr.invars)), full, narrow=travels)
+    computation = Computation(jax.make_jaxpr(head)(*(v.aval for v in jaxpr.invars)), full, narrow=sent)
     return Request(operands, computation, targets, widened)
 
 

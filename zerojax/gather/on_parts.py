@@ -186,7 +186,7 @@ class _Evaluation:
         return _on_parts(eqn, operands, own, after, division)
 
     def _combined(self, eqn: Any, operands: Sequence, own: Sequence[Dim], division: Division) -> jax.Array:
-        """Return a reduction or inner product, combined over devices. XLA merges collectives of independent ones."""
+        """Return a reduction or inner product, combined over devices. XLA merges collectives that are independent."""
         name, axes = eqn.primitive.name, division.axes
         identity: Any = 0
         if division.total > division.length and name != "dot_general":
@@ -201,7 +201,7 @@ class _Evaluation:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3, 4))
 def _extremum(x: jax.Array, name: str, dims: tuple, axes: tuple[str, ...], label: str) -> jax.Array:
-    """Return a maximum or minimum over `dims` and devices. Its derivative is defined here, because JAX has none."""
+    """Return a maximum or minimum over `dims` and devices. `lax.pmax` has no derivative, so one is defined here."""
     reduce, combine = _EXTREMA[name]
     with jax.named_scope(label):
         return combine(reduce(x, dims), axes)

@@ -56,7 +56,7 @@ def planned(
         decisions.drafts.append(returned)
     outs = tuple(v if compat.is_literal(v) else returned.gathers.get(v, v) for v in jaxpr.outvars)
     segments = complete_drafts(jaxpr, decisions)
-    if _are_alike(segments):
+    if _may_share_passes(segments):
         from zerojax.gather.equal import with_shared_passes
 
         segments = with_shared_passes(segments)
@@ -208,7 +208,7 @@ PASSES: Sequence[Callable[[Inlined], Rewritten]] = (
 )
 
 
-def _are_alike(segments: Sequence[Segment]) -> bool:
+def _may_share_passes(segments: Sequence[Segment]) -> bool:
     """Return whether two segments apply the same primitives to inputs of the same types."""
     parts = [segment.jaxpr for segment in segments if isinstance(segment, BlockSegment)]
     keys = [(*(v.aval for v in part.invars), *(eqn.primitive for eqn in part.eqns)) for part in parts]

@@ -145,7 +145,7 @@ class Decisions:
         return Analysis(self._jaxpr, self.params, self.repeated, self.uniform)
 
     def reducible(self, site: Site) -> "Chain | None":
-        """Return what a segment needs to compute an equation of a reduction on shards; None for another equation."""
+        """Return what a segment needs to compute an equation of a reduction on shards; None for any other equation."""
         is_known = lambda v: v in self.params or v in self.repeated or v in self.uniform
         if not self._reduces or not all(map(is_known, site.reads)):
             return None

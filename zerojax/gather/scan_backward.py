@@ -76,7 +76,7 @@ class Backward:
     def experts(self) -> dict[int, tuple[str, ...]]:
         """Map the index of an expert in the loop's parameters to the axes over which its gradient is summed.
 
-        An expert that every iteration uses has no axes, so that the sum over the iterations is one array.
+        If every iteration uses the expert, there are no axes: the gradient is one array, which the loop adds up.
         """
         found = self.layers.options.comm.experts(param.leaf for param in self.loop.params)
         return {i: () if i < len(self.loop.shared) else axes for i, axes in found.items()}
@@ -209,7 +209,7 @@ class Backward:
         return [self.loop.stacked[i].at_layer(0) for i in self.trained.values()]
 
     def _reduced_within(self, stacks: Sequence, grads: Sequence, iteration) -> tuple[list, list]:
-        """Return `(stacks, scattered)`: reduce-scatter into `scattered` in hybrid sharding, or else into the stacks."""
+        """Reduce-scatter gradients into the stacks or, with hybrid sharding, a list. Return `(stacks, list)`."""
         if not grads:
             return list(stacks), []
         shards = reduce_scattered(self.layers.options.comm, grads, self._layers)

@@ -72,7 +72,6 @@ class Collective:
 
     @property
     def group_size(self) -> int:
-        """Return the number of devices in one group."""
         return len(self.group)
 
     @property
@@ -161,7 +160,7 @@ class CompiledCollectives(tuple[Collective, ...]):
 
     @property
     def exposed(self) -> "CompiledCollectives":
-        """Return the collectives of `overlap` during which no matrix product runs, the largest first."""
+        """Return the collectives in a result of `overlap` during which no matrix product runs, the largest first."""
         alone = (c for c in self if not c.products)
         return CompiledCollectives(sorted(alone, key=lambda c: -c.bytes * c.times_if_once))
 
@@ -353,7 +352,7 @@ def pieces(module: Module, only: Iterable[Collective] | None = None) -> Iterator
 
 
 def operations(op_name: str) -> list[str]:
-    """Return the names of the operations that XLA joined into `prefix/(a:b:c)`. Any other name is the only item."""
+    """Return the names of the operations that XLA joined into `prefix/(a:b:c)`, or `[op_name]` for any other name."""
     labels: list[str] = []
 
     def keep(label: re.Match) -> str:

@@ -111,7 +111,7 @@ class Report:
         )
 
     def __str__(self) -> str:
-        """Return totals, notes, and a line per part, and per set of equal leaves whose paths differ only in numbers."""
+        """Return totals, notes, a line per part, and a line per leaf. Equal leaves of several layers share a line."""
         head = self.title, self.padding, self.warning, self.groups, self.matrices, *self.compiled
         return "\n".join([*filter(None, head), "", as_text(self.rows)])
 

@@ -134,8 +134,8 @@ def overwritten_leaves(
 ) -> frozenset[int]:
     """Return the indices of the overwritten leaves of a tree of parameters.
 
-    `params` is the tree of arrays, `Padded` arrays or shapes, whose variable classes are inspected, or () if only paths
-    and shapes are known. `overwrite(path, shape)` chooses further leaves, and `known` has the indices of others.
+    `params` is the tree of arrays, `Padded` arrays or shapes, or () if only `paths` and `shapes` are known. Its NNX
+    Variables are inspected. `overwrite(path, shape)` chooses further leaves, and so does `known`, by index.
     """
     nodes = jax.tree.leaves(params, is_leaf=lambda x: is_padded(x) or is_variable(x))
     of_class = [is_variable(node) for node in nodes for _ in jax.tree.leaves(node, is_leaf=is_padded)]

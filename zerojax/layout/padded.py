@@ -79,12 +79,10 @@ class Padded(PaddedNode):
 
     @property
     def dtype(self):
-        """Return the element type."""
         return self.storage.dtype
 
     @property
     def ndim(self) -> int:
-        """Return the number of dims of the logical array."""
         return len(self.shape)
 
     @property

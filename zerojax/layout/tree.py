@@ -111,7 +111,7 @@ def lay_out(
 ) -> Layout:
     """Decide how each leaf of `params` is stored. The leaves are arrays, `Padded` arrays or shapes.
 
-    Another mesh axis may divide a dim: `others`, the leaf's sharding or Flax's metadata say so. Then the data axes
+    If `others`, the leaf's sharding or Flax's metadata say that another mesh axis divides a dim, then the data axes
     divide another dim. Without `precision`, every leaf keeps its type. Without `trainable`, all leaves with a gradient
     are trained. Without `wire`, no leaf is quantised. `overwrite` and `overwritten` choose leaves to overwrite, in
     addition to those with the name `_overwrite_with_gradient`. Raise a TypeError for a leaf that is no array, or whose

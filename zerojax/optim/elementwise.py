@@ -116,7 +116,7 @@ def of_closed_over(value) -> Known:
 
 
 def of_constant(value) -> Known:
-    """Return the properties of a constant. Equal scalars have equal tokens. An array is `MIXED`."""
+    """Return the properties of a constant. An array is `MIXED`. Equal scalars have equal `Known.token`s."""
     if getattr(value, "shape", ()) != ():
         return Known(MIXED)
     number = value.item() if hasattr(value, "item") and jax.dtypes.issubdtype(value.dtype, jax.numpy.number) else value

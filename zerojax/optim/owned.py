@@ -294,7 +294,7 @@ class Costs:
         return carry
 
     def _cond(self, eqn: Any, dims: list[int | None]) -> list[int | None]:
-        """Follow the dim through branches, all of which must move it alike. Count the branch with the most FLOPs."""
+        """Follow the dim through branches, which must all move it to the same dim. Count the branch with most FLOPs."""
         branches = [(Costs(), compat.opened(branch)[0]) for branch in eqn.params["branches"]]
         found = [inside.follow(body, dims[1:]) for inside, body in branches]
         if any(outs != found[0] for outs in found):

@@ -76,7 +76,7 @@ class ShardingPlan(CachedHash):
         return {k: chunking for k, chunking in enumerate(self.chunkings) if chunking is not None}
 
     def along_others(self, sizes: Mapping[str, int]) -> ShardingPlan:
-        """Return the plan of one slice of the mesh, in which only the data axes remain. `sizes` is by mesh axis."""
+        """Return the plan of one slice of the mesh, which has only the data axes. `sizes` has the size of each axis."""
         pick = lambda leaves: tuple(leaf.along_others(sizes) for leaf in leaves)
         layout, trained = (
             dataclasses.replace(x, params=pick(x.params), grads=pick(x.grads)) for x in (self.layout, self.trained)

@@ -246,12 +246,12 @@ def plain_gradient(
     accumulated: frozenset[int] = frozenset(),
     mutable: Any = None,
 ) -> Any:
-    """Compile a loss's gradient by plain jit with replicated parameters. The temporary memory measures activations.
+    """Compile a loss's gradient by plain jit with replicated parameters, to measure the memory of activations.
 
-    XLA hides activations in buffers of full gradients that are not computed yet. Stage 3 has no such buffers. To count
-    the hidden activations, too, the gradient of each parameter in `accumulated` (indices) is added to an input, whose
-    buffer XLA cannot reuse. The gradient of a stacked leaf needs no input: a loop fills the gradient step by step, so
-    its buffer is occupied throughout the loop.
+    This memory is the temporary memory of the program. But XLA may keep activations in the buffer of a full gradient
+    that is not computed yet, and stage 3 has no such buffers. So the gradient of each parameter in `accumulated`
+    (indices) is added to an input, whose buffer XLA cannot reuse. The gradient of a stacked leaf needs no input: a loop
+    fills the gradient step by step, so its buffer is occupied throughout the loop.
 
     Rows without a sharding are replicated.
     """

@@ -142,7 +142,7 @@ def reduced_elements(config: Config, plan: ShardingPlan, accumulate: int) -> tup
 
 
 def _hops(config: Config, leaf: Leaf) -> float:
-    """Return how often an element of a gradient is reduced: once, plus a share per further axis if it is quantised."""
+    """Return the reductions per element of a gradient: 1, or more if it is quantised, and so reduced axis by axis."""
     if codec_of(config.wire, leaf, gathers=False) is None:
         return 1
     return sum(1 / config.data.size(leaf.axes[k + 1 :]) for k in range(len(leaf.axes)))

@@ -165,7 +165,7 @@ def sent_bytes(config: Config, layout: Layout, accumulate: int, whole: Layout) -
     of the logical bytes. Stages 0 and 1 reduce once and gather once. Stage 2 reduces once per microbatch. Stage 3
     gathers twice and reduces once per microbatch. In hybrid sharding, shards are also all-reduced over the remaining
     data axes, once per step. If the remaining axes divide gradients further, shards are not all-reduced over them, but
-    reduce-scattered, and gathered after the update. Quantised payloads include scales and padding, and count per hop.
+    reduce-scattered, and gathered after the update. Quantised bytes include scales and padding, summed over the axes.
     """
     data = config.data
     sent: dict[tuple[str, ...], float] = defaultdict(float)

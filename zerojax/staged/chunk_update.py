@@ -252,7 +252,7 @@ class StagedQueue(UpdateQueue):
         return [None if i in self._trained else self._inputs.pending.pop(i) for i in group.params]
 
     def _begin(self, group: UpdateGroup, n: int) -> tuple[Any, dict]:
-        """Begin to read a chunk of the state. If there are enough buffers, also of parameters and gradients."""
+        """Begin to read a chunk of the state and, if there are enough buffers, of its parameters and gradients."""
         of = [self._trained[i].param for i in group.reads(PARAM) if i in self._trained]
         of += [self._trained[i].grad for i in group.reads(GRAD) if i in self._trained]
         chunk_ids = [chunk_id for x in of for chunk_id in _shard(x, group, n).chunk_ids]

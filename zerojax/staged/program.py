@@ -245,7 +245,7 @@ class StagedProgram:
         return found | dict.fromkeys(jaxprs.variables_in(self.program.outs), len(self.items))
 
     def _weights(self) -> set:
-        """Return variables that are computed from parameters alone, in segments whose other results are not `live`."""
+        """Return variables that are computed from parameters alone. Skip segments in which other results are `live`."""
         weights = {v for v in self.program.invars if (rows := self.program.rows.get(v)) is not None and not rows.places}
         for segment in self.program.segments:
             if isinstance(segment, BlockSegment) and not segment.has_rule:

@@ -152,7 +152,7 @@ def _number(atom: Any) -> float | None:
 
 
 def _factors_of_sums(jaxpr: Any, given: Sequence[RowDims], rows: int) -> Iterator[float | None]:
-    """Yield the factors of the sums over `rows` rows that the first result of `jaxpr` adds up; see `_factors`."""
+    """Yield the constant factor of each sum over `rows` rows in the first result of `jaxpr`; see `_factors`."""
     found = Follower(rows).row_dims(jaxpr, given)
     made = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
     pairs = zip(jaxpr.invars, given, strict=True)

@@ -149,7 +149,7 @@ class StepProgram:
     def ended(
         self, state: ZeroState, done: Differentiated, resident: ResidentResults
     ) -> tuple[ZeroState, dict, StreamedInputs]:
-        """Undo the update of a skipped step. Return the results of `resident_step`, with None for arrays in files."""
+        """Return the results of `resident_step`. The update of a skipped step is undone. Arrays in files are None."""
         config, plan = self.config, state.plan
         updated, leaves, mutable = resident.params, resident.state, done.gradients.mutable
         metrics = self.metrics(state, done, jax.tree.unflatten(plan.state_def, leaves))
