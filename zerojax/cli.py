@@ -1,6 +1,7 @@
-"""Define the command `zerojax`: estimate memory, plan and compare a step, verify and export checkpoints.
+"""Define the command `zerojax`: estimate memory, plan and compare a step, launch a run, verify and export checkpoints.
 
-JAX is imported only when a command needs it, so that `--help` prints at once. All commands but `doctor` use the CPU.
+JAX is imported only when a command needs it, so that `--help` prints at once. `launch` and `doctor` use all devices,
+and all other commands use the CPU.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def options(
         bool, typer.Option("--version", callback=print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Estimate memory, plan and compare a training step, verify and export checkpoints: ZeRO for JAX."""
+    """Estimate memory, plan and compare a training step, launch a run, verify and export checkpoints: ZeRO for JAX."""
 
 
 @app.command()
@@ -230,6 +231,34 @@ def compare(file: File, options: Options = None, stage: Stages = None, as_json: 
     print_result({**dataclasses.asdict(comparison), "ok": comparison.ok} if as_json else comparison, as_json=as_json)
     if not comparison.ok:
         raise typer.Exit(1)
+
+
+@app.command()
+def launch(
+    file: Annotated[Path, argument("FILE", "A Python program that calls jax.distributed.initialize().")],
+    options: Options = None,
+    processes: Annotated[int, typer.Option(min=1, help="Number of processes.")] = 2,
+    devices: Annotated[
+        int | None, typer.Option(min=1, help="Simulated CPU devices per process.", show_default="process i uses GPU i")
+    ] = None,
+    restarts: Annotated[int, typer.Option(min=0, help="How many times the run may start again after a failure.")] = 0,
+    grace: Annotated[float, typer.Option(min=0, help="Seconds for the other processes to end after a failure.")] = 10,
+) -> None:
+    """Run FILE in several processes on this host, to test a program that is written for many hosts.
+
+    Each line of output starts with the number of its process. If a process fails, the others are ended. A restart after
+    a kill (SIGKILL) has one process fewer, so that a test can lose a host. Ctrl-C and SIGTERM end the run.
+
+    The exit status is that of the process that failed first, or 128 plus the number of the signal that ended it.
+    """
+    with errors_in_one_line(as_json=False, on_cpu=False):
+        if not file.is_file():
+            raise ValueError(f"{file}: there is no such file. Give the path of a Python program.")
+        from zerojax.launcher import run_processes
+
+        command = [sys.executable, str(file), *(options or ())]
+        status = run_processes(command, processes, devices=devices, restarts=restarts, grace=grace)
+    raise typer.Exit(status)
 
 
 @app.command()

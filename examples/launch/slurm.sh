@@ -17,6 +17,7 @@
 
 set -uo pipefail
 cd "${SLURM_SUBMIT_DIR:-.}"
+export JAX_LOCAL_DEVICE_IDS=0,1,2,3,4,5,6,7  # otherwise JAX gives each process of Slurm one GPU
 # --kill-on-bad-exit: a process that fails ends the others, which would wait for it forever.
 srun --kill-on-bad-exit=1 python examples/launch/train.py --out "runs/${SLURM_JOB_ID:-launch}" "$@"
 status=$?

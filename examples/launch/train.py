@@ -1,20 +1,19 @@
 """Train a small GPT on any number of processes, and continue after one of them died.
 
-    python examples/launch/local.py --processes 2 --devices 4      here, on simulated devices
-    sbatch examples/launch/slurm.sh                                Slurm: one process per host
-    kubectl apply -f examples/launch/jobset.yaml                   Kubernetes, with JobSet
-    mpirun -n 2 python examples/launch/train.py                    Open MPI
+    zerojax launch --processes 2 --devices 4 examples/launch/train.py      here, on simulated devices
+    sbatch examples/launch/slurm.sh                                        Slurm: one process per host
+    kubectl apply -f examples/launch/jobset.yaml                           Kubernetes, with JobSet
+    mpirun -n 2 python examples/launch/train.py                            Open MPI
 
-JAX asks Slurm, Open MPI or Kubernetes which processes take part; `local.py` says so in the environment. Every process
-runs this program on the same data. The run continues from the last checkpoint on any number of processes, with the same
-batches in the same order, and reads each window once per epoch. If a step hangs because a process is gone, this process
-ends after `--timeout` seconds, so that the launcher restarts the run.
+JAX finds out from each of these which processes take part. Every process runs this program on the same data. The run
+continues from the last checkpoint on any number of processes, with the same batches in the same order, and reads each
+window once per epoch. If a step hangs because a process is gone, this process ends after `--timeout` seconds, so that
+the launcher restarts the run.
 """
 
 import argparse
 import functools
 import itertools
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,7 +36,7 @@ AGAIN = 75  # exit status that asks the launcher to restart; a step that hangs e
 
 def main() -> int:
     args = options()
-    begin()
+    jax.distributed.initialize()
     mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     tx = zero_shard(optax.adamw(3e-3), stage=args.stage, mesh=mesh)
     model = GPT(width=32, layers=2, heads=2)
@@ -60,16 +59,6 @@ def main() -> int:
                 say(f"preempted after step {number}")
                 return AGAIN
     return 0
-
-
-def begin() -> None:
-    """Join the other processes, if a launcher started several."""
-    if "ZEROJAX_PROCESSES" in os.environ:  # of local.py
-        count, index = int(os.environ["ZEROJAX_PROCESSES"]), int(os.environ["ZEROJAX_PROCESS"])
-        if count > 1:
-            jax.distributed.initialize(os.environ["ZEROJAX_COORDINATOR"], count, index)
-    elif any(name in os.environ for name in ("SLURM_JOB_ID", "OMPI_MCA_orte_hnp_uri", "KUBERNETES_SERVICE_HOST")):
-        jax.distributed.initialize()
 
 
 def windows_of(text: np.ndarray, length: int) -> np.ndarray:

@@ -36,7 +36,7 @@ FLOORS = [
     {"transformation"},
     {"zero"},
     {"planning"},
-    {"data", "user_code", "doctor"},
+    {"data", "user_code", "doctor", "launcher"},
     {"__init__", "flax_nnx"},
     {"cli"},
     {"__main__"},

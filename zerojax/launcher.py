@@ -1,0 +1,140 @@
+"""Start the processes of a run on this host, and start them again after one has died.
+
+The processes get the variables of Open MPI's `mpirun` that JAX reads. So a program that calls
+`jax.distributed.initialize()` without arguments joins the other processes, as it does under Slurm or Kubernetes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from typing import BinaryIO
+
+PR_SET_PDEATHSIG = 1  # an option of Linux's prctl
+
+
+def run_processes(command: Sequence[str], count: int, *, devices: int | None, restarts: int, grace: float) -> int:
+    """Run a command in several processes until all of them have ended. If one fails, end the remaining ones.
+
+    A killed process stands for a lost host: for each, a restart has one process fewer. After any other failure, a
+    restart has as many processes as before. SIGTERM, SIGHUP and Ctrl-C end the run without a restart.
+
+    Args:
+        command: The command that every process runs.
+        count: Number of processes. At least 1.
+        devices: Simulated CPU devices per process. If None, JAX uses the GPU with the number of the process.
+        restarts: How many times the run may start again.
+        grace: Seconds from SIGTERM to SIGKILL when the remaining processes are ended.
+
+    Returns:
+        0 if all processes have ended with 0, otherwise the exit status of the first failed process of the last attempt.
+        As in a shell, it is 128 plus the number of the signal that ended the process.
+    """
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `zerojax launch ... | head` ends the run
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
+            signal.signal(number, lambda number, _: sys.exit(128 + number))  # as Ctrl-C does, through `finally`
+    for attempt in range(restarts + 1):
+        if attempt:
+            announce(f"restart {attempt} of {restarts} on {count} process{'' if count == 1 else 'es'}")
+        statuses = run_once(command, count, devices, grace)
+        for index, status in enumerate(statuses):
+            if status:
+                how = f"exited with status {status}" if status > 0 else f"was ended by {signal.Signals(-status).name}"
+                announce(f"process {index} {how}")
+        if not any(statuses):
+            return 0
+        count = max(1, count - statuses.count(-signal.SIGKILL))
+    first = next(filter(None, statuses))
+    return first if first > 0 else 128 - first
+
+
+def run_once(command: Sequence[str], count: int, devices: int | None, grace: float) -> list[int]:
+    """Return the statuses of all processes when the first has failed, before the others fail because of it."""
+    follow = functools.partial(end_with, os.getpid(), ctypes.CDLL(None)) if sys.platform == "linux" else None
+    processes: list[subprocess.Popen[bytes]] = []
+    readers: list[threading.Thread] = []
+    shared = shared_environment(count, devices)
+    try:
+        for index in range(count):
+            ranks = {"OMPI_COMM_WORLD_RANK": str(index), "OMPI_COMM_WORLD_LOCAL_RANK": str(index)}
+            one = subprocess.Popen(
+                command,
+                env=shared | ranks,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                process_group=0,  # so that a terminal sends Ctrl-C to the launcher alone
+                preexec_fn=follow,
+            )
+            processes.append(one)
+        announce("process ids " + " ".join(str(one.pid) for one in processes))
+        for index, one in enumerate(processes):  # after all forks, because a process with threads should not fork
+            for source, sink in ((one.stdout, sys.stdout.buffer), (one.stderr, sys.stderr.buffer)):
+                readers.append(threading.Thread(target=copy_lines, args=(source, sink, index), daemon=True))
+                readers[-1].start()
+        while not any(one.poll() for one in processes) and any(one.returncode is None for one in processes):
+            time.sleep(0.05)
+        return [one.returncode or 0 for one in processes]
+    finally:
+        end(processes, grace)
+        for reader in readers:
+            reader.join(5)  # with a limit, because a daemon that the program started may hold the pipe open
+
+
+def shared_environment(count: int, devices: int | None) -> dict[str, str]:
+    """Return the environment of all processes, without their ranks."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        coordinator = f"127.0.0.1:{free.getsockname()[1]}"
+    simulated = {} if devices is None else {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
+    return {
+        **os.environ,
+        **simulated,
+        "JAX_COORDINATOR_ADDRESS": coordinator,
+        "JAX_COORDINATOR_BIND_ADDRESS": coordinator,  # by default, JAX listens on all network interfaces
+        "OMPI_MCA_orte_hnp_uri": "zerojax launch",  # JAX only looks whether it is set
+        "OMPI_COMM_WORLD_SIZE": str(count),
+        "PYTHONUNBUFFERED": "1",  # otherwise Python prints to a pipe only when its buffer is full
+    }
+
+
+def copy_lines(source: BinaryIO, sink: BinaryIO, index: int) -> None:
+    for line in source:
+        sink.write(b"[%d] %s\n" % (index, line.rstrip(b"\n")))  # one write, so that lines are not mixed
+        sink.flush()
+
+
+def end(processes: Sequence[subprocess.Popen[bytes]], grace: float) -> None:
+    """Send SIGTERM, and SIGKILL to the process groups of those that still run when the grace or a signal ends."""
+    limit = time.monotonic() + grace
+    try:
+        for one in processes:
+            one.terminate()
+        while any(one.poll() is None for one in processes) and time.monotonic() < limit:
+            time.sleep(0.05)
+    finally:
+        for one in processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(one.pid, signal.SIGKILL)
+            one.wait()
+
+
+def end_with(launcher: int, libc: ctypes.CDLL) -> None:
+    """Let Linux kill this process when the launcher ends. Called in each process before its program."""
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != launcher:
+        os._exit(1)  # the launcher had ended before
+
+
+def announce(text: str) -> None:
+    print(f"zerojax: {text}", file=sys.stderr, flush=True)
