@@ -13,7 +13,6 @@ import optax
 import pytest
 from conftest import mesh_of, quick_or_slow
 from flat_options import tuned
-from flax import linen as nn
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -214,13 +213,6 @@ def test_an_evaluation_gathers_experts_over_the_other_axes_alone(monkeypatch):
 def test_what_cannot_be_is_refused_by_name(options, words):
     with pytest.raises(ValueError, match=f"expert_axis.*{words}|{words}.*expert_axis"):
         zero("one", **{"stage": 2} | options)
-
-
-def test_experts_that_the_axis_cannot_divide_evenly_are_refused():
-    params = parameters(experts=6)
-    boxed = params | {name: nn.Partitioned(params[name], ("expert",)) for name in ("up", "down")}
-    with pytest.raises(ValueError, match=r"\['down'\].value has 6 experts on dim 0.*Use 8 experts"):
-        zero("one", 3).create(boxed)
 
 
 @pytest.mark.parametrize("stage", [1, 3])

@@ -273,31 +273,6 @@ def test_a_module_is_born_with_its_other_variables():
     assert_close(variables(model), variables(Model(nnx.Rngs(0))))
 
 
-@pytest.mark.parametrize(
-    ("stage", "spec", "of_param", "wrong"),
-    [
-        (0, ("data", None), (), "data"),  # stage 0 replicates the state
-        (3, (None, "model"), (), "model"),
-        (3, ("embed", None), (), "embed', which is no axis of the mesh. Name an axis by nnx.logical_axis_rules"),
-        (1, ("data", None), (), None),
-        (1, ("data", "model"), (None, "model"), None),
-    ],
-)
-def test_an_annotation_of_the_optimizer_state_is_kept_or_refused(stage, spec, of_param, wrong):
-    mesh = mesh_of(4, 2, names=("data", "model"))
-    tx = zero_shard(optax.adam(1e-2), stage=stage, mesh=mesh, axis="data", tuning=Tuning(persist_below=100))
-    with jax.set_mesh(mesh):
-        module = nnx.Linear(16, 32, use_bias=False, rngs=nnx.Rngs(0))
-        module.kernel = nnx.Param(jnp.ones((16, 32)), optimizer_sharding=spec, out_sharding=of_param or None)
-        if wrong:
-            with pytest.raises(ValueError, match=rf"kernel.* has optimizer_sharding=.* over '{wrong}.*or drop the"):
-                zerojax.flax_nnx.shard_module(module, tx)
-            return
-        zerojax.flax_nnx.shard_module(module, tx)
-        (moment,) = jax.tree.leaves(optax.tree_utils.tree_get(tx.init(nnx.state(module)), "mu"))
-    assert np.prod(moment.sharding.shard_shape(moment.shape)) == 16 * 32 // (8 if of_param else 4)
-
-
 def adapted(rngs):
     layer = lambda rows, columns: nnx.LoRALinear(rows, columns, lora_rank=4, rngs=rngs)
     return nnx.Sequential(layer(16, 64), nnx.tanh, layer(64, 16))

@@ -17,7 +17,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from models import awkward_params
 
 from zerojax import Padded, Tuning, report, zero_shard
-from zerojax.config import DataMesh, LayoutPolicy
+from zerojax.config import Config, DataMesh, LayoutPolicy
+from zerojax.layout.annotations import axes_of_last_plan, is_stored_as
 from zerojax.layout.leaf import shard_extent
 from zerojax.layout.tree import best_dim, lay_out
 
@@ -151,3 +152,51 @@ def test_metadata_of_linen_and_nnx_names_the_other_axis(names, own, context):
         layer = nnx.Linear(16, 64, kernel_init=annotated, rngs=nnx.Rngs(0))
         shardings = tx.shardings(jax.eval_shape(lambda: nnx.state(layer, nnx.Param))).params
     assert jax.tree.leaves(shardings["kernel"])[0].spec == expected
+
+
+@pytest.mark.parametrize(
+    ("stage", "spec", "of_param", "words"),
+    [
+        (0, ("data", None), (), "'data', an axis of the mesh. Use stage=1 or higher"),  # stage 0 replicates the state
+        (3, (None, "model"), (), "'model', an axis of the mesh. Use stage=1 or higher"),
+        (3, ("embed", None), (), "'embed', which is no axis of the mesh. Name an axis by nnx.logical_axis_rules"),
+        (1, ("data", None), (), ""),
+        (1, ("data", "model"), (None, "model"), ""),
+    ],
+)
+def test_an_annotation_of_the_optimizer_state_is_kept_or_refused(stage, spec, of_param, words):
+    mesh = mesh_of(4, 2, names=("data", "model"))
+    tx = zero_shard(optax.adam(1e-2), stage=stage, mesh=mesh, axis="data", tuning=Tuning(persist_below=100))
+    with jax.set_mesh(mesh):
+        kernel = nnx.Param(jnp.ones((16, 32)), optimizer_sharding=spec, out_sharding=of_param or None)
+    if words:
+        with pytest.raises(ValueError, match=rf"\['kernel'\] has optimizer_sharding=.* over {words}.*or drop the"):
+            tx.shardings({"kernel": kernel})
+        return
+    (moment,) = jax.tree.leaves(optax.tree_utils.tree_get(tx.shardings({"kernel": kernel}).opt_state, "mu"))
+    assert math.prod(moment.shard_shape((16, 32))) == 16 * 32 // (8 if of_param else 4)
+
+
+def test_experts_divide_their_dim_evenly():
+    data = DataMesh.for_stage({"data": 2, "expert": 4}, ("data", "expert"), 3, expert_axes=("expert",))
+    placed = lambda count: lay_out({"up": shape(5, count, 8)}, LayoutPolicy(3, data, 1), others=[(None, "expert")])
+    assert placed(8).params[0].spec == PartitionSpec(None, "expert", "data")
+    with pytest.raises(ValueError, match=r"\['up'\] has 6 experts on dim 1, which axis 'expert' with 4.*Use 8 experts"):
+        placed(6)
+
+
+def test_a_traced_array_has_the_axes_of_the_last_plan_that_fits_it():
+    """The plan must have the array's shape and, if it shows one, its sharding."""
+    mesh = mesh_of(4, 2, names=("data", "model"))
+    config, found = Config(optax.sgd(1.0), 3, mesh, axis=("data",)), []
+    for dims, others in {(16, 4): (None, "model"), (4, 16): ("model",), (4, 8): ()}.items():
+        config.plans[lay_out(shape(*dims), config.layout_policy, others=[others])] = None
+    jax.eval_shape(lambda x: found.extend(axes_of_last_plan(config, x)), shape(4, 16))
+    assert found == [("model",)]
+    assert axes_of_last_plan(config, shape(4, 16)) == (), "an array shows its own sharding"
+    leaf = lay_out(shape(7, 4), rules(persist_below=0), others=[()]).params[0]
+    put = lambda *spec: jax.device_put(jnp.ones((8, 4)), NamedSharding(mesh_of(8), PartitionSpec(*spec)))
+    for x, fits in ((put("data"), True), (put("data", None), True), (put(None), False), (jnp.ones((8, 4)), False)):
+        assert is_stored_as(Padded(x, (7, 4), 0), leaf) == fits
+        assert not is_stored_as(x, leaf)
+    assert is_stored_as(np.ones((7, 4)), leaf)

@@ -1,6 +1,7 @@
 """Every quantity of one leaf, counted by hand; and how trees, states, chunks and masks of a few leaves are laid out."""
 
 import dataclasses
+import types
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from conftest import shape
 from hypothesis import given
 from hypothesis import strategies as st
 
+from zerojax import Precision, Wire
 from zerojax.config import DataMesh, LayoutPolicy
 from zerojax.layout.annotations import overwritten_leaves
 from zerojax.layout.leaf import OVERWRITE, Leaf, is_kept_whole, keep_whole, pad, reason_for, without_padding
@@ -37,6 +39,14 @@ def test_what_a_device_holds_of_a_leaf_that_is_sharded_in_two_steps():
     part = SHARDED.divided(("host", "gpu"))
     assert (part.shape, part.axes, part.shards, part.further) == ((4, 7), ("host",), 2, 1)
     assert part.local_shape == SHARDED.part_shape
+
+
+def test_a_leaf_is_described_by_its_kind_and_padding():
+    assert str(SHARDED) == "float32[13, 7] dim 0 over 4, 21 elements of padding"
+    assert str(dataclasses.replace(SHARDED, shape=(16, 7))) == "float32[16, 7] dim 0 over 4"
+    assert str(FLAT) == "float32[3] flat over 4, 1 elements of padding"
+    assert str(WHOLE) == "float32[5, 2] replicated: because"
+    assert str(dataclasses.replace(WHOLE, reason="")) == "float32[5, 2] replicated"
 
 
 def test_labels_take_no_part_in_equality():
@@ -140,7 +150,39 @@ def test_leaves_that_are_not_trained_say_why():
     assert overwritten_leaves((), ["a", "b"], [shape(1)] * 2, known=[0]) == {0}
 
 
+def test_what_collectives_do_not_quantise_says_why():
+    tree = {
+        "i": shape(64, 16, dtype=jnp.int32),
+        "s": shape(3),
+        "v": shape(4096),
+        "w": shape(64, 16),
+        "x": shape(64, 15),
+    }
+    assert [leaf.sent for leaf in lay_out(tree, policy(), wire=Wire(gather="int8", block=16)).params] == [
+        "sent as it is: int32 is no floating type",
+        "sent as it is: small: 3 elements, under persist_below=4",
+        "sent as it is: a vector",
+        "quantised",  # 8 blocks per shard are just enough
+        "sent as it is: small: 120 elements per shard, under 8 blocks of 16",
+    ]
+    assert {leaf.sent for leaf in lay_out(tree, policy()).params} == {""}
+
+
+def test_precision_narrows_floats_that_it_does_not_keep():
+    tree = {"i": shape(64, dtype=jnp.int32), "k": shape(64), "w": shape(64)}
+    for keep, narrow in ((None, {"k", "w"}), (lambda path, leaf: (path, leaf.dtype) == ("k", F32), {"w"})):
+        layout = lay_out(tree, policy(), precision=Precision.bf16(keep=keep))
+        assert {
+            path for path, dtype in zip(layout.paths, layout.compute, strict=True) if dtype == jnp.bfloat16
+        } == narrow
+        assert [leaf.dtype for leaf in layout.grads] == [jnp.int32, F32, F32]
+        assert [leaf.dtype for leaf in layout.params] == list(layout.compute)
+
+
 def test_leaves_without_a_shape_or_of_unsafe_types_are_refused():
+    for part in ({"dtype": F32}, {"shape": (4,)}):
+        with pytest.raises(TypeError, match=r"params\['f'\] is a SimpleNamespace, not an array"):
+            lay_out({"f": types.SimpleNamespace(**part)}, policy())
     with pytest.raises(TypeError, match=r"params\['q'\] is int2\..*int4, uint4 or wider"):
         lay_out({"q": shape(4, dtype=jnp.int2)}, policy())
     reasons = [
