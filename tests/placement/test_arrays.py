@@ -1,7 +1,9 @@
 """Arrays are replaced, copied and initialised where their plan says, and keep their form in a loop of another stage."""
 
+import dataclasses
 import functools
 import itertools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +13,8 @@ import pytest
 from conftest import mesh_of
 from jax.sharding import NamedSharding, PartitionSpec
 
-from zerojax import Tuning, zero_shard
+from zerojax import Offload, Tuning, zero_shard
+from zerojax.comm.mesh import in_storage_shape
 from zerojax.config import Config
 from zerojax.layout.leaf import Leaf
 from zerojax.layout.padded import Padded
@@ -75,6 +78,62 @@ def test_each_program_makes_a_share_of_the_parameters(sizes, count):
     assert len(found) == count
     most = max([leaf.bytes // 2 for leaf in leaves] + [sum(leaf.local_bytes for leaf in leaves) // 8])
     assert all(sum(leaves[i].local_bytes for i in group) <= most for group in found if len(group) > 1)
+
+
+def test_padded_parameters_are_read_and_returned_in_the_form_of_another_stage():
+    """Here 13 rows are padded to 16 and given in 14, as of another number of devices; and back."""
+    of, x = leaf(13, 2), jnp.arange(26.0).reshape(13, 2)
+    plain = dataclasses.replace(of, shape=(16, 2))
+    given = [Padded(storage.pad(x, 0, 14), (13, 2), 0), x, Padded(storage.pad(x, 0, 16), (13, 2), 0), jnp.ones((16, 2))]
+    forms = storage.padded_forms(given)
+    assert forms == ((0, 14), None, (0, 16), None)
+    leaves = [of, of, of, plain]
+    stored = storage.storage_leaves(given, leaves)
+    assert [x.shape for x in stored] == [(16, 2)] * 4
+    assert stored[2] is given[2].storage
+    layout = types.SimpleNamespace(treedef=jax.tree.structure([0] * 4), params=leaves)
+    jax.tree.map(np.testing.assert_array_equal, storage.unflatten_params(stored, layout, leaves, forms), given)
+    flat = Leaf("", (2, 3), F32, ("data",), 8, kind="flat")
+    assert storage.storage_forms([*leaves, flat, leaf(5, dim=None)]) == ((0, 16),) * 3 + (None,) * 3
+
+
+def test_a_gather_reaches_the_layout_of_each_target():
+    """Of three leaves in one program: in full, over fewer axes, and a small one that is flat."""
+    mesh = mesh_of(2, 4)
+    config = Config(optax.sgd(1.0), 3, mesh, axis=("host", "gpu"))
+    fine = Leaf("", (13, 2), F32, ("gpu", "host"), 8, kind="sharded", dim=0)
+    coarse = dataclasses.replace(fine, axes=("gpu",), shards=4, further=2)
+    flat, whole = (
+        Leaf("", (3, 2), F32, ("gpu", "host"), 8, kind="flat"),
+        lambda x: dataclasses.replace(x, kind="replicated", dim=None),
+    )
+    x, small = jnp.arange(26.0).reshape(13, 2), jnp.arange(6.0).reshape(3, 2)
+    put = lambda x, leaf: jax.device_put(in_storage_shape(x, leaf), NamedSharding(mesh, leaf.spec))
+    stored = [put(x, fine), put(x, fine), put(small, flat)]
+    found = storage.gather(config, stored, [fine, fine, flat], [whole(fine), coarse, whole(flat)])
+    for array, expected, spec in zip(found, (x, storage.pad(x, 0, 16), small), (P(), P("gpu"), P()), strict=True):
+        np.testing.assert_array_equal(array, expected)
+        assert array.sharding.spec == spec
+    one = dataclasses.replace(fine, axes=(), shards=1)
+    assert storage.gather(config, [x], [one], [one])[0] is x, "nothing is divided"
+
+
+def test_parameters_are_cast_where_they_are():
+    mesh = mesh_of(8)
+    config = Config(optax.sgd(1.0), 3, mesh, offload=Offload(optimizer="host", params="host"))
+    leaves = [leaf(16, host=True), leaf(16), leaf(16)]
+    narrow = [dataclasses.replace(x, dtype=np.dtype(jnp.bfloat16)) for x in leaves[:2]] + [leaves[2]]
+    arrays = [jax.device_put(jnp.arange(16.0), storage.leaf_sharding(config, x)) for x in leaves]
+    found = storage.cast_params(config, types.SimpleNamespace(params=leaves), arrays, narrow)
+    assert [x.dtype for x in found] == [jnp.bfloat16, jnp.bfloat16, F32]
+    assert [x.sharding for x in found] == [x.sharding for x in arrays]
+    assert list(map(storage.is_on_host, found)) == [True, False, False]
+    assert found[2] is arrays[2]
+    moved = storage.return_to_host(config, {0: jnp.ones(16), 1: arrays[1]}, leaves)
+    assert storage.is_on_host(moved[0])
+    assert moved[1] is arrays[1]
+    pinned = jax.make_jaxpr(lambda arrays: storage.pin_to_plan(config, arrays, leaves))(arrays)
+    assert [v in pinned.jaxpr.invars for v in pinned.jaxpr.outvars] == [True, False, False], "not those of the host"
 
 
 # No dim is divided by 4 devices.

@@ -7,13 +7,15 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from conftest import mesh_of
+from conftest import mesh_of, shape
 from flat_options import tuned
 from flax.training.train_state import TrainState
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zerojax import Offload, report, zero_shard
+from zerojax.placement.problems import problem_of, unusable_named
+from zerojax.placement.storage import is_placed
 
 PARAMS = {"w": jnp.ones((16, 4)), "odd": jnp.ones(257), "small": jnp.ones((2, 3))}
 ROWS = jnp.ones((8, 4))
@@ -96,3 +98,34 @@ def test_other_placements(mesh):
     assert found(on_both("model"), tensor) == [PLANNED]
     on_host = transformation(mesh, SGD, offload=Offload(optimizer="host", params="host"))
     assert found(on_host.shard({"w": w})["w"], on_host) == []
+
+
+def test_an_array_that_cannot_be_used_is_named(mesh):
+    used, ones, devices = jnp.ones(8), jnp.ones(8), jax.devices()
+    used.delete()
+    on = lambda mesh: jax.device_put(ones, NamedSharding(mesh, P(mesh.axis_names)))
+    whose = lambda x, mesh=mesh: problem_of(mesh, "state", {"a": ones, "w": x, "z": used}).split(".")[0]
+    assert whose(ones) == whose(on(mesh)) == whose(on(mesh_of(2, 4))) == whose(1.0) == whose(used).replace("'w'", "'z'")
+    assert whose(used) == "state['w'] was used up: a step, or a jit that it was donated to, took its memory"
+    assert whose(shape(8)) == "state['w'] is a shape and has no values"
+    words = "state['w'] is on a mesh of 4 devices {'data': 4}, and the mesh of this transformation has 8"
+    assert whose(on(mesh_of(4))).startswith(words)
+    assert whose(jax.device_put(ones, devices[1])) == "state['w'] was put on 1 of the 8 devices of the mesh"
+    assert problem_of(None, "", on(mesh_of(4))) == problem_of(mesh, "", jax.device_get(ones)) == ""
+    assert [is_placed(mesh, x) for x in (on(mesh_of(2, 4)), on(mesh_of(4)), 1.0)] == [True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("donates", "error", "found"),
+    [
+        (False, RuntimeError("jax"), "state was used up"),
+        (True, RuntimeError("jax"), "^jax$"),
+        (True, ValueError("jax"), "^jax$"),  # the call itself has deleted the array
+        (False, TypeError("jax"), "^jax$"),
+    ],
+)
+def test_only_an_error_of_an_unusable_array_is_replaced(donates, error, found, mesh):
+    used = jnp.ones(8)
+    used.delete()
+    with pytest.raises((type(error), ValueError), match=found), unusable_named(mesh, donates=donates, state=used):
+        raise error

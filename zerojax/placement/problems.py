@@ -43,7 +43,7 @@ def misplaced(leaf: Leaf, x: Any, data: Sequence[str]) -> str:
 
 
 def is_on_one_device(x: Any) -> bool:
-    return not isinstance(x.sharding, NamedSharding) and len(x.sharding.device_set) == 1
+    return len(x.sharding.device_set) == 1
 
 
 def over(spec: PartitionSpec, data: Sequence[str]) -> tuple[tuple[str, ...], ...]:
