@@ -56,6 +56,7 @@ class Loader:
 
 
 batches, steps = Loader(), 3
+evaluate, held_out = tx.eval_step(loss_fn), batch
 
 
 class model:  # of published weights

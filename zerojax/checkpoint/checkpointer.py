@@ -8,10 +8,12 @@ import os
 import threading
 import warnings
 import weakref
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from zerojax.checkpoint import directory as folders
+from zerojax.checkpoint.best import BestFn, best_step, check_metrics
 from zerojax.checkpoint.data_state import encode
 from zerojax.checkpoint.errors import CheckpointError, attempt, no_zero_state
 from zerojax.checkpoint.manifest import newest_verified, reading, retried, verify_steps
@@ -50,6 +52,8 @@ class Checkpointer:
         every: int = 1,
         timeout: float = 600.0,
         read_only: bool = False,
+        best_fn: BestFn | None = None,
+        best_mode: Literal["min", "max"] = "max",
     ):
         """Open a directory, and create it if it does not exist.
 
@@ -59,11 +63,14 @@ class Checkpointer:
             every: Save only steps that are multiples of this number.
             timeout: Seconds to wait for the other processes before an error is raised.
             read_only: Allow only restoring and verifying. Another run may write to the directory meanwhile.
+            best_fn: Returns the score of a checkpoint from the metrics that were saved with it, such as
+                `lambda metrics: metrics["loss"]`. The checkpoint with the best score is kept in addition to the newest.
+            best_mode: Whether the smallest (`"min"`) or the largest (`"max"`) score is best. NaN is never best.
 
         Raises:
             CheckpointError: If another run writes to the directory, or this process cannot write to it.
-            TypeError: If `keep` or `every` is not an integer, or `timeout` is not a number.
-            ValueError: If `keep`, `every` or `timeout` is too small, or `directory` is empty.
+            TypeError: If `keep` or `every` is not an integer, `timeout` is not a number, or `best_fn` not a function.
+            ValueError: If `keep`, `every` or `timeout` is too small, `directory` is empty, or `best_mode` is unknown.
         """
         if keep is not None:
             check_count("Checkpointer(keep=)", keep, "checkpoints", least=1)
@@ -72,10 +79,17 @@ class Checkpointer:
             raise TypeError(f"Checkpointer(timeout=) is a number of seconds, such as 600, not {timeout!r}.")
         if not timeout > 0:
             raise ValueError(f"Checkpointer(timeout={timeout}) must be above 0 seconds.")
+        check_word("Checkpointer(best_mode=)", best_mode, ("min", "max"))
+        if best_fn is not None and not callable(best_fn):
+            raise TypeError(
+                f"Checkpointer(best_fn=) is a function of the saved metrics, not {best_fn!r}. To compare the metric "
+                f"'loss', give lambda metrics: metrics[\"loss\"]."
+            )
         if not os.fspath(directory):
             raise ValueError('Checkpointer("") names no folder. Give one, such as "runs/gpt", or "." for this one.')
         self.directory = Path(directory).expanduser().absolute()
         self.keep, self.every, self.timeout, self.read_only = keep, every, timeout, read_only
+        self._best_fn, self._best_mode = best_fn, best_mode
         # All processes open checkpointers in the same order, so their messages have equal numbers in `Processes`.
         self._processes = Processes("checkpoint", timeout, error=CheckpointError)
         self._last_save: Save | None = None
@@ -106,7 +120,15 @@ class Checkpointer:
             remedy = " Checkpointer(..., read_only=True) restores beside it." * isinstance(error, DiskError)
             raise CheckpointError(f"Checkpoints cannot be written to {self.directory}: {error}{remedy}") from error
 
-    def save(self, state: ZeroState, data: Any = None, *, step: int | None = None, force: bool = False) -> bool:
+    def save(
+        self,
+        state: ZeroState,
+        data: Any = None,
+        *,
+        step: int | None = None,
+        metrics: Mapping[str, Any] | None = None,
+        force: bool = False,
+    ) -> bool:
         """Begin to save a state. A thread writes it while training continues.
 
         The values at the time of this call are saved, even if the next step donates the state. If another save is
@@ -118,6 +140,7 @@ class Checkpointer:
                 and `set_state`, such as grain's iterators. Each process writes a JSON file with its data.
             step: The number of the step. The default, `int(state.step)`, waits until the step is computed. To avoid
                 this wait, pass the step count of the training loop.
+            metrics: Numbers by name, for `best_fn`. This call does not wait for scalars that are still computed.
             force: Save even if the step is not a multiple of `every`.
 
         Returns:
@@ -127,13 +150,16 @@ class Checkpointer:
         Raises:
             CheckpointError: If this save cannot begin, or if the previous save failed. The message gives the reason
                 and the newest checkpoint. The state is unchanged.
-            TypeError: If `state` is not a `ZeroState`, `data` cannot be written, or `step` is not an integer.
+            TypeError: If `state` is not a `ZeroState`, `data` cannot be written, `step` is not an integer, or a metric
+                is not a number.
             ValueError: If `step` is negative or differs between processes, or if `state` was donated to a step.
         """
         if not isinstance(state, ZeroState):
             raise no_zero_state("save takes", state)
-        if problem := problem_of(None, "state", state):
+        if problem := problem_of(None, "state", state) or problem_of(None, "metrics", metrics):
             raise ValueError(problem)
+        if metrics is not None:
+            check_metrics(metrics, self._best_fn)
         self._require_writable()
         step = folders.step_number(state.step if step is None else step)
         with self._mutex:
@@ -143,10 +169,35 @@ class Checkpointer:
             self.wait()
             text = json.dumps(encode(data))
             self._require_same("save", step=step)
-            save = Save(self.directory, step, keep=self.keep, processes=self._processes)
+            save = Save(
+                self.directory, step, keep=self.keep, best=self._best, metrics=metrics, processes=self._processes
+            )
             on_auto_mesh(None, save.begin, state, text)
             self._last_save = save
             return True
+
+    def _best(self) -> int | None:
+        return None if self._best_fn is None else best_step(self.directory, self._best_fn, self._best_mode)
+
+    def best(self) -> int | None:
+        """Return the step whose metrics are best, or None if no checkpoint has metrics. Wait for the save under way.
+
+        All processes must call this method. The first process reads the checkpoints.
+
+        Raises:
+            CheckpointError: If the save failed, or `best_fn` raised an error.
+            ValueError: If this object was made without `best_fn`.
+        """
+        if self._best_fn is None:
+            raise ValueError(
+                "best() compares metrics, and this Checkpointer has no best_fn. Give one, such as Checkpointer(..., "
+                'best_fn=lambda metrics: metrics["loss"], best_mode="min").'
+            )
+        with self._mutex:
+            self.wait()
+            found: list[int | None] = [None]
+            failure = attempt(lambda: found.append(self._best())) if self._processes.is_first else ""
+            return json.loads(self._processes.agree("find the best checkpoint", failure, json.dumps(found[-1])))
 
     def restore(
         self,

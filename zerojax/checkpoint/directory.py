@@ -140,16 +140,18 @@ def rename_later_steps(directory: Path, step: int) -> None:
             log.warning("%s: the run went back to before it and saved step %d.", free, step)
 
 
-def prune(directory: Path, keep: int | None) -> None:
+def prune(directory: Path, keep: int | None, best: int | None = None) -> None:
     """Remove all but the newest `keep` checkpoints and the newest `keep` folders named `.aside`; None keeps all.
 
+    The checkpoint of step `best` stays, too.
     A folder is renamed before it is removed, so that a killed run leaves no incomplete checkpoint. A folder without a
     manifest stays, because another program may use the same names.
     """
     if keep is None:
         return
     asides = sorted(name for name in os.listdir(directory) if ASIDE.fullmatch(name))
-    for name in [*map(step_name, steps_in(directory)[:-keep]), *asides[:-keep]]:
+    old = [step for step in steps_in(directory)[:-keep] if step != best]
+    for name in [*map(step_name, old), *asides[:-keep]]:
         doomed = directory / temporary_name(int(name[5:].partition(".")[0]))
         if is_removable(directory / name):
             os.rename(directory / name, doomed)

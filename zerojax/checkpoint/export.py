@@ -26,10 +26,10 @@ from zerojax.checkpoint.errors import CheckpointError, attempt
 from zerojax.checkpoint.manifest import SavedLeaf, existing_step, reading, verified
 from zerojax.checkpoint.mapping import Names, Section, listed, resolve
 from zerojax.checkpoint.safetensors import METADATA, NAMES, Tensor, write_tensors
-from zerojax.checkpoint.state_leaves import keys_of, state_leaves
+from zerojax.checkpoint.state_leaves import leaves_of_tree, require_arrays, state_leaves
 from zerojax.comm.mesh import on_auto_mesh
 from zerojax.comm.processes import Processes
-from zerojax.layout.leaf import Leaf, is_chunked, is_padded, is_stored_node
+from zerojax.layout.leaf import Leaf, is_chunked
 from zerojax.offload.chunked import joined
 from zerojax.placement.problems import problem_of
 from zerojax.placement.storage import in_logical_shape, to_device
@@ -157,19 +157,10 @@ def stored_params(tree: ZeroState | PyTree) -> Iterator[tuple[tuple[str, ...], A
     """Yield the keys, stored array and layout of each parameter, or of its master weights if it has any."""
     if problem := problem_of(None, "state" if isinstance(tree, ZeroState) else "params", tree):
         raise ValueError(problem)
-    if isinstance(tree, ZeroState):
-        leaves = state_leaves(tree).values()
-        yield from ((one.path[1:], one.array, one.leaf) for one in leaves if one.path[0] == "params")
-        return
-    for path, x in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_stored_node)[0]:
-        if not hasattr(x, "shape") or not hasattr(x, "dtype"):
-            name = f"params{jax.tree_util.keystr(path)}"
-            raise TypeError(f"{name} is of type {type(x).__name__}, not an array. Give parameters, as in state.params.")
-        if is_chunked(x):
-            yield keys_of(path), x, x.leaf
-            continue
-        stored, kind, dim = (x.storage, "sharded", x.dim) if is_padded(x) else (x, "replicated", None)
-        yield keys_of(path), stored, Leaf("", tuple(x.shape), x.dtype, (), 1, kind, dim)
+    if not isinstance(tree, ZeroState):
+        require_arrays("params", tree)
+    leaves = state_leaves(tree).values() if isinstance(tree, ZeroState) else leaves_of_tree("params", tree)
+    yield from ((one.path[1:], one.array, one.leaf) for one in leaves if one.path[0] == "params")
 
 
 def tensors_of(sources: list[TensorSource], mapping: Names | None, dtype: Any) -> list[Tensor]:

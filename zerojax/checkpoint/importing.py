@@ -1,11 +1,12 @@
-"""Read parameters from safetensors into any layout. Each device reads its own shard."""
+"""Read parameters from safetensors, or from a checkpoint of another run, into any layout."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,9 +14,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from zerojax.checkpoint.directory import step_name
+from zerojax.checkpoint.errors import CheckpointError
+from zerojax.checkpoint.manifest import Manifest, newest_verified, reading, retried
 from zerojax.checkpoint.mapping import Names, Resolved, Section, listed, resolve
+from zerojax.checkpoint.restoring import NAMED, copies_of, match, read_matched
 from zerojax.checkpoint.safetensors import DTYPES, Header, read_headers
-from zerojax.checkpoint.state_leaves import keys_of
+from zerojax.checkpoint.state_leaves import keys_of, leaf_name, leaves_of_tree, require_arrays
+from zerojax.comm.mesh import on_auto_mesh
+from zerojax.comm.processes import Processes
 from zerojax.layout.leaf import Leaf, is_chunked, is_padded, is_stored_node
 from zerojax.layout.padded import Padded
 from zerojax.offload.chunked import assembled, filled, parts_of
@@ -26,12 +33,18 @@ if TYPE_CHECKING:
     from jaxtyping import PyTree
 
 BLOCK_BYTES = 1 << 20
+OTHER_PARAMS = (
+    "Make the model of like= as the saved one was made. Or pass partial=True to read the parameters that match, and "
+    "keep the others of like=."
+)
 
 # The tensors of one leaf. Maps each index of the leaf's stacked dims to a tensor's header, and the section to read.
 Tensors = dict[tuple[int, ...], tuple[Header, Section]]
 
 
-def import_params(path: str | Path, like: ZeroState | PyTree, *, mapping: Names | None = None) -> PyTree:
+def import_params(
+    path: str | Path, like: ZeroState | PyTree, *, mapping: Names | None = None, partial: bool = False
+) -> PyTree:
     """Read parameters from safetensors. Each device reads its own shard.
 
     Names, shapes and types are checked before any tensor is read. Host memory holds one shard at a time, or one leaf if
@@ -43,6 +56,8 @@ def import_params(path: str | Path, like: ZeroState | PyTree, *, mapping: Names 
             of the result are those of `like`. Floating tensors are cast to the types of `like`.
         mapping: Maps names in the file to leaves, as `zerojax.checkpoint.mapping` describes. None expects that
             each tensor's name is a leaf's keys joined by dots, as in the files that `export` writes.
+        partial: Allow leaves of `like` for which the files have no tensor, such as LoRA factors or a new head. They
+            keep the values that they have in `like`, and a warning names them.
 
     Returns:
         Parameters in the layout of `like`. For a state, they have the types of its master weights, as `tx.create`
@@ -61,7 +76,9 @@ def import_params(path: str | Path, like: ZeroState | PyTree, *, mapping: Names 
     found, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_stored_node)
     nodes = [x for _, x in found]
     leaves = [x.leaf if is_chunked(x) else x for x in nodes]  # with logical shapes
-    resolved = resolve(mapping, [(keys_of(path), tuple(x.shape)) for (path, _), x in zip(found, leaves, strict=True)])
+    given = [(keys_of(path), tuple(x.shape)) for (path, _), x in zip(found, leaves, strict=True)]
+    resolved = resolve(mapping, given, partial=partial)
+    new = drop_new_leaves(resolved, headers, len(leaves)) if partial else []
     unread = sorted(headers.keys() - resolved.tensors.keys())
     unread = [name for name in unread if not any(one.fullmatch(name) for one in resolved.left_out)]
     problems = [*resolved.problems, *problems_of_tensors(headers, resolved, leaves)]
@@ -71,15 +88,92 @@ def import_params(path: str | Path, like: ZeroState | PyTree, *, mapping: Names 
         warnings.warn(f"{len(unread)} tensors of {path} are not wanted: {', '.join(unread[:5])}.", stacklevel=2)
     if problems:
         raise ValueError(f"{path} does not have these parameters, and nothing was read:{listed(problems)}")
+    copies = copies_of({leaf_name("params", found[i][0]): nodes[i] for i in new})
+    warn_of_kept(path, copies)
     tensors: list[Tensors] = [{} for _ in leaves]
     for name, sections in resolved.tensors.items():
         for section in sections:
             tensors[section.leaf][section.index] = headers[name], section
-    arrays = []
-    for node, x, of_leaf in zip(nodes, leaves, tensors, strict=True):
-        read = functools.partial(read_shard, of_leaf, x)
-        arrays.append(filled(node, read) if is_chunked(node) else read_leaf(x, read))
-    return jax.tree.unflatten(structure, arrays)
+    arrays = dict(zip(new, copies.values(), strict=True))
+    for i, (node, x, of_leaf) in enumerate(zip(nodes, leaves, tensors, strict=True)):
+        if i not in arrays:
+            read = functools.partial(read_shard, of_leaf, x)
+            arrays[i] = filled(node, read) if is_chunked(node) else read_leaf(x, read)
+    return jax.tree.unflatten(structure, [arrays[i] for i in range(len(leaves))])
+
+
+def drop_new_leaves(resolved: Resolved, headers: Mapping[str, Header], count: int) -> list[int]:
+    """Return the leaves of which the files have no tensor, and remove them from `resolved`. There are `count` leaves.
+
+    If the files have no tensor at all, the result is empty, so that every missing tensor is a problem.
+    """
+    read = {one.leaf for name, sections in resolved.tensors.items() if name in headers for one in sections}
+    new = [i for i in range(count) if i not in read] if read else []
+    for name, sections in list(resolved.tensors.items()):
+        if all(one.leaf in new for one in sections):
+            del resolved.tensors[name]
+    return new
+
+
+def warn_of_kept(source: Any, names: Collection[str]) -> None:
+    if names:
+        some = f"{', '.join(list(names)[:NAMED])}{f' and {len(names) - NAMED} more' * (len(names) > NAMED)}"
+        warnings.warn(f"{source} lacks {len(names)} leaves, which keep their values of like=: {some}.", stacklevel=3)
+
+
+def restore_params(
+    directory: str | Path, like: ZeroState | PyTree, *, step: int | None = None, partial: bool = False
+) -> PyTree:
+    """Read the parameters of a checkpoint, to begin a new run with them. Each device reads its own shard.
+
+    Stage, mesh, number of devices, precision and optimizer may differ from those of the run that saved the checkpoint.
+
+    Args:
+        directory: The directory of a `Checkpointer`. The other run may still write to it.
+        like: As for `import_params`.
+        step: The step to read; None reads the newest step.
+        partial: Allow parameters that only `like` or only the checkpoint has, or that have different shapes, such as
+            LoRA factors or a new head. Those of `like` keep their values, and a warning names them.
+
+    Returns:
+        Parameters in the layout of `like`, as from `import_params`, for `tx.create` or `tx.init`.
+
+    Raises:
+        CheckpointError: If there is no such checkpoint, or another run replaced the checkpoint while it was read.
+        DamagedError: If the checkpoint is damaged.
+        TypeError: If `step` is not an integer, or `like` has a leaf that is not an array.
+        ValueError: If parameters differ in names, shapes or kinds of types, and `partial` is false. With `partial`, if
+            no parameter is the same, or if `like` has only the shape of a parameter that the checkpoint lacks.
+    """
+    root, tree = Path(directory).expanduser(), master_shapes(like) if isinstance(like, ZeroState) else like
+    require_arrays("params", tree)
+    processes = Processes("restore", error=CheckpointError)
+
+    def restored() -> tuple[PyTree, tuple[str, ...]]:
+        manifest = newest_verified(root, step, False, processes)
+        with reading(root, manifest):
+            return on_auto_mesh(None, functools.partial(read_params, root, manifest, partial), tree)
+
+    params, new = retried(restored) if processes.count == 1 else restored()
+    warn_of_kept(root, new)
+    return params
+
+
+def read_params(root: Path, manifest: Manifest, partial: bool, like: PyTree) -> tuple[PyTree, tuple[str, ...]]:
+    """Read the parameters of a verified checkpoint. Return them, and the names of those that keep values of `like`."""
+    wanted = {one.name: one for one in leaves_of_tree("params", like)}
+    for name, one in wanted.items():
+        if getattr(one.array, "sharding", None) is None:
+            raise ValueError(f"{name} of like= has no sharding. Give like= parameters as tx.shard places them.")
+        wanted[name] = dataclasses.replace(one, narrow=jnp.issubdtype(one.array.dtype, jnp.floating))
+    saved = [one for one in manifest.leaves if one.path[0] == "params"]
+    where = f"The checkpoint of step {manifest.step} in {root}"
+    matched = match(saved, wanted, partial=partial, where=where, remedy=OTHER_PARAMS)
+    arrays = read_matched(root / step_name(manifest.step), matched, wanted)
+    nodes, structure = jax.tree.flatten(like, is_leaf=is_stored_node)
+    pairs = zip(nodes, [arrays[name] for name in wanted], strict=True)
+    restored = [dataclasses.replace(node, storage=x) if is_padded(node) else x for node, x in pairs]
+    return structure.unflatten(restored), matched.missing
 
 
 def problems_of_tensors(headers: dict[str, Header], resolved: Resolved, leaves: list[Any]) -> Iterator[str]:

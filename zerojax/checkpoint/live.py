@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from zerojax.checkpoint.arrays import ReadRequest, as_keys, as_stored, place_whole
 from zerojax.checkpoint.errors import no_zero_state
 from zerojax.checkpoint.manifest import Manifest, SavedLeaf, made_by
-from zerojax.checkpoint.restoring import match, read_request
+from zerojax.checkpoint.restoring import match, other_optimizer, read_request
 from zerojax.checkpoint.saving import record_of
 from zerojax.checkpoint.state_leaves import StateLeaf, convert, state_leaves, with_leaves
 from zerojax.comm.mesh import auto_context, on_auto_mesh, replicated
@@ -93,9 +93,9 @@ def moved_state(state: ZeroState, like: ZeroState, *, donate: bool) -> ZeroState
     description = description_of(state.plan.tx, state.plan.trained)
     records = tuple(map(record_of, given.values()))
     manifest = Manifest(0, records, files={}, made_by=made_by(1), transformation=description)
-    matched = match(manifest, like, partial=False, where="The state", remedy=REMEDY)
-    if matched.warning:
-        warnings.warn(matched.warning, stacklevel=5)
+    matched = match(records, state_leaves(like), partial=False, where="The state", remedy=REMEDY)
+    if warning := other_optimizer(manifest, like.plan, "The state", REMEDY):
+        warnings.warn(warning, stacklevel=5)
     open_files([leaf.array for _, leaf in matched.pairs])
     if donate:  # frees narrow parameters, which are made again from the master weights
         free(jax.tree.leaves(state, is_leaf=is_chunked), keep=[leaf.array for leaf in given.values()])

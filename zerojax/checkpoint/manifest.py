@@ -100,6 +100,8 @@ class Manifest:
     files: dict[str, tuple[int, str]]  # size and sha256 of every file except the manifest and its digest, by path
     made_by: dict[str, Any]  # versions of the libraries, and the number of processes that wrote
     transformation: Description | None = None  # the optimizer's description; None if an early zerojax saved it
+    # the metrics that were saved with the state; not compared, because NaN differs from NaN
+    metrics: dict[str, float] | None = dataclasses.field(default=None, compare=False)
 
     def leaf_of(self, file: str) -> str:
         arrays, _, rest = file.partition("/")
@@ -155,7 +157,7 @@ def parse_manifest(body: dict[str, Any]) -> Manifest:
     files = {name: (size, sha256) for name, (size, sha256) in body["files"].items()}
     found = body.get("transformation")
     described = found and Description(found["structure"], tuple(found["operations"]), found["program"])
-    return Manifest(body["step"], leaves, files, body["made_by"], described)
+    return Manifest(body["step"], leaves, files, body["made_by"], described, body.get("metrics"))
 
 
 def parse_leaf(body: dict[str, Any]) -> SavedLeaf:

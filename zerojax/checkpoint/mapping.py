@@ -90,10 +90,13 @@ class Resolved:
     problems: list[str]  # one line per mismatch
 
 
-def resolve(mapping: Names | None, leaves: Sequence[tuple[Sequence[str], tuple[int, ...]]]) -> Resolved:
+def resolve(
+    mapping: Names | None, leaves: Sequence[tuple[Sequence[str], tuple[int, ...]]], *, partial: bool = False
+) -> Resolved:
     """Apply a mapping to leaves, each given as its keys and its shape.
 
-    Every leaf must have one entry, and every entry must fit its leaves. `Resolved.problems` lists the mismatches.
+    Every leaf must have one entry (with `partial`, at most one), and every entry must fit its leaves.
+    `Resolved.problems` lists the mismatches.
     Without a mapping, every leaf equals the tensor whose name consists of the leaf's keys joined by dots.
     """
     if mapping is None:
@@ -119,7 +122,7 @@ def resolve(mapping: Names | None, leaves: Sequence[tuple[Sequence[str], tuple[i
         except ValueError as error:
             resolved.problems.append(f"{template!r}: {error}")
             resolved.left_out.append(matcher(template))  # so that its tensors are not reported a second time
-    unclaimed = (path for k, (path, _) in enumerate(leaves) if k not in claims)
+    unclaimed = (path for k, (path, _) in enumerate(leaves) if k not in claims and not partial)
     resolved.problems.extend(f"{path!r} is a parameter, and no entry of the mapping names it" for path in unclaimed)
     return resolved
 

@@ -10,7 +10,7 @@ import functools
 import json
 import logging
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,6 +29,7 @@ from zerojax.layout.leaf import is_chunked
 from zerojax.offload.chunked import filled, kept, replaced
 from zerojax.optim.description import Description, description_of
 from zerojax.optim.sharding_plan import ShardingPlan
+from zerojax.placement.storage import are_shapes
 from zerojax.train.state import ZeroState
 
 log = logging.getLogger("zerojax.checkpoint")
@@ -77,8 +78,6 @@ def restore(
             f'partial="params".',
             stacklevel=5,
         )
-    if matched.warning:
-        warnings.warn(matched.warning, stacklevel=5)
     if matched.cast:
         log.info("Rounded to the type in which this stage keeps them: %s.", ", ".join(matched.cast))
     data = read_data(folder, manifest, data, processes)
@@ -89,15 +88,25 @@ def read_state(
     folder: Path, manifest: Manifest, partial: bool | str, where: str, like: ZeroState
 ) -> tuple[ZeroState, Match]:
     """Read the state into the layout of `like`. Return the state, and the match of saved and wanted leaves."""
-    matched = match(manifest, like, partial=partial, where=where, remedy=REMEDY)
     wanted = state_leaves(like)
-    others = {name: wanted[name].array for name in matched.missing}
-    for name, array in others.items():
-        if isinstance(array.chunks[0] if is_chunked(array) and array.chunks else array, jax.ShapeDtypeStruct):
+    matched = match(manifest.leaves, wanted, partial=partial, where=where, remedy=REMEDY)
+    if not partial and (warning := other_optimizer(manifest, like.plan, where, REMEDY)):
+        warnings.warn(warning, stacklevel=7)
+    return with_leaves(like, read_matched(folder, matched, wanted)), matched
+
+
+def read_matched(folder: Path, matched: Match, wanted: Mapping[str, StateLeaf]) -> dict[str, Any]:
+    """Read the leaves that match, and copy those of `wanted` that were not saved. Return all leaves by name."""
+    others = copies_of({name: wanted[name].array for name in matched.missing})
+    return read_leaves(folder, matched.pairs) | others
+
+
+def copies_of(nodes: Mapping[str, Any]) -> dict[str, Any]:
+    """Copy leaves of `like=` that were not saved. Raise a `ValueError` if a leaf is a shape, which has no value."""
+    for name, x in nodes.items():
+        if are_shapes(x):
             raise ValueError(f"{name} was not saved, and like= has only its shape. Give live arrays to keep its value.")
-    restored = read_leaves(folder, matched.pairs)
-    restored |= {name: kept(array) if is_chunked(array) else jnp.copy(array) for name, array in others.items()}
-    return with_leaves(like, restored), matched
+    return {name: kept(x) if is_chunked(x) else jax.tree.map(jnp.copy, x) for name, x in nodes.items()}
 
 
 def read_leaves(folder: Path, pairs: Sequence[tuple[SavedLeaf, StateLeaf]]) -> dict[str, Any]:
@@ -148,16 +157,16 @@ class Match:
     missing: tuple[str, ...]
     unused: tuple[str, ...]
     cast: tuple[str, ...]
-    warning: str  # how the optimizers differ although their states have the same leaves
 
 
-def match(manifest: Manifest, like: ZeroState, *, partial: bool | str, where: str, remedy: str) -> Match:
-    """Match saved leaves with those of `like` by name.
+def match(
+    saved: Sequence[SavedLeaf], wanted: Mapping[str, StateLeaf], *, partial: bool | str, where: str, remedy: str
+) -> Match:
+    """Match saved leaves with wanted leaves by name.
 
     Raise a `ValueError` if leaves differ and `partial` is False, or if no parameter matches. In errors, `where` names
     the saved state, and `remedy` says what to do. With `partial="params"`, only parameters and mutable state can match.
     """
-    saved, wanted = manifest.leaves, state_leaves(like)
     by_name = {leaf.name: leaf for leaf in saved}
     differences = {name: why for name, leaf in wanted.items() if (why := why_not_restorable(by_name.get(name), leaf))}
     surplus = {name: f"{leaf.described} is there, nothing is wanted" for name, leaf in by_name.items()}
@@ -186,7 +195,6 @@ def match(manifest: Manifest, like: ZeroState, *, partial: bool | str, where: st
         missing=tuple(name for name in wanted if name in differences),
         unused=tuple(name for name in by_name if name in differences),
         cast=tuple(leaf.name for saved, leaf in pairs if is_rounded(saved, leaf)),
-        warning="" if partial else other_optimizer(manifest, like.plan, where, remedy),
     )
 
 

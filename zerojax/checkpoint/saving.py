@@ -22,6 +22,7 @@ import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 import jax
@@ -29,6 +30,7 @@ import numpy as np
 
 from zerojax.checkpoint import arrays, directory
 from zerojax.checkpoint.arrays import is_key
+from zerojax.checkpoint.best import as_number
 from zerojax.checkpoint.errors import CheckpointError, attempt, in_one_line
 from zerojax.checkpoint.manifest import (
     ARRAYS,
@@ -69,10 +71,22 @@ Box = tuple[str, tuple[int, ...], np.ndarray]
 class Save:
     """A save that is under way or done. If the save failed, `error` is the error to raise; otherwise None."""
 
-    def __init__(self, root: Path, step: int, *, keep: int | None, processes: Processes):
-        """Prepare a save of `step` into `root`. `keep` and `processes` are those of the `Checkpointer`."""
+    def __init__(
+        self,
+        root: Path,
+        step: int,
+        *,
+        keep: int | None,
+        best: Callable[[], int | None],
+        metrics: Mapping[str, Any] | None,
+        processes: Processes,
+    ):
+        """Prepare a save of `step` into `root`. `keep` and `processes` are those of the `Checkpointer`.
+
+        `best` finds the best step, which is kept. Scalars of `metrics` may still be computed: only the thread waits.
+        """
         self.step, self.error, self.thread = step, None, None
-        self._keep, self._processes = keep, processes
+        self._keep, self._best, self._metrics, self._processes = keep, best, metrics, processes
         self._temporary = root / directory.temporary_name(step)
         self._mark = contextlib.ExitStack()  # unlocks the folder; closing it again does nothing
         self._pieces: list[tuple[str, PackedPiece]] = []  # the pieces that this process writes, by leaf
@@ -171,7 +185,9 @@ class Save:
             path.unlink()
         leaves = tuple(dataclasses.replace(leaf, pieces=tuple(pieces[leaf.name])) for leaf in manifest.leaves)
         made = made_by(self._processes.count)
-        manifest = dataclasses.replace(manifest, leaves=leaves, files=dict(sorted(files.items())), made_by=made)
+        metrics = self._metrics and {name: as_number(x) for name, x in self._metrics.items()}
+        files = dict(sorted(files.items()))
+        manifest = dataclasses.replace(manifest, leaves=leaves, files=files, made_by=made, metrics=metrics)
         damage = lacking(self._temporary, manifest)
         # The digests of packed leaves were computed from memory, perhaps on other hosts, so the files may differ.
         if damage := damage or damage_in(self._temporary, manifest, manifest.packed()):
@@ -181,7 +197,7 @@ class Save:
         root = self._temporary.parent
         directory.rename_later_steps(root, self.step)
         directory.commit(self._temporary, self.step)
-        if failure := attempt(directory.prune, root, self._keep):
+        if failure := attempt(lambda: directory.prune(root, self._keep, self._best())):
             log.warning("Older checkpoints in %s could not be removed: %s", root, failure)
 
     def _failed(self, error: BaseException) -> CheckpointError:

@@ -14,8 +14,8 @@ import jax
 from jax.sharding import Sharding
 
 from zerojax.comm.mesh import in_storage_shape
-from zerojax.config import DataMesh, path_of
-from zerojax.layout.leaf import Leaf, is_chunked, is_padded
+from zerojax.config import path_of
+from zerojax.layout.leaf import Leaf, is_chunked, is_padded, is_stored_node
 from zerojax.offload.chunked import joined, replaced
 from zerojax.optim.logical_state import current_masters, split_masters
 from zerojax.optim.master_weights import MasterState
@@ -43,13 +43,12 @@ class StateLeaf:
 
 def state_leaves(state: ZeroState) -> dict[str, StateLeaf]:
     """Return the logical leaves of a state by name, in a fixed order of the state's fields."""
-    require_arrays(state)
+    for field in ("opt_state", "mutable"):
+        require_arrays(field, getattr(state, field))
     plan = state.plan
     opt_state, _ = split_masters(plan, state.opt_state)
     masters = current_masters(plan, state.params, state.opt_state)
-    leaves = [
-        leaf for field in ("step", "scaling") for leaf in replicated_leaves(field, state, plan.layout.policy.data)
-    ]
+    leaves = [leaf for field in ("step", "scaling") for leaf in leaves_of_tree(field, getattr(state, field))]
     stored = [x.storage if is_padded(x) else x for x in leaves_of(state.params)]
     paths = key_paths(jax.tree.unflatten(plan.layout.treedef, range(len(stored))))
     for i, (path, x, layout) in enumerate(zip(paths, stored, plan.layout.params, strict=True)):
@@ -58,16 +57,15 @@ def state_leaves(state: ZeroState) -> dict[str, StateLeaf]:
     arrays = jax.tree.leaves(opt_state, is_leaf=is_chunked)
     for path, x, layout in zip(key_paths(opt_state), arrays, plan.state, strict=False):
         leaves.append(state_leaf("opt_state", path, layout, x))
-    leaves += replicated_leaves("mutable", state, plan.layout.policy.data)
+    leaves += leaves_of_tree("mutable", state.mutable)
     return {leaf.name: leaf for leaf in leaves}
 
 
-def require_arrays(state: ZeroState) -> None:
-    for field in ("opt_state", "mutable"):
-        for path, x in jax.tree_util.tree_flatten_with_path(getattr(state, field), is_leaf=is_chunked)[0]:
-            if not hasattr(x, "dtype"):
-                name = leaf_name(field, path)
-                raise TypeError(f"{name} is {x!r}, a {type(x).__name__} of Python. Give an array: jnp.asarray({x!r}).")
+def require_arrays(field: str, tree: PyTree) -> None:
+    for path, x in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_stored_node)[0]:
+        if not hasattr(x, "dtype"):
+            name = leaf_name(field, path)
+            raise TypeError(f"{name} is {x!r}, a {type(x).__name__} of Python. Give an array: jnp.asarray({x!r}).")
 
 
 def with_leaves(like: ZeroState, arrays: dict[str, Any]) -> ZeroState:
@@ -102,11 +100,22 @@ def with_leaves(like: ZeroState, arrays: dict[str, Any]) -> ZeroState:
     return like.replace(params=stored, opt_state=opt_state, **fields)
 
 
-def replicated_leaves(field: str, state: ZeroState, data: DataMesh) -> list[StateLeaf]:
-    return [
-        state_leaf(field, path, Leaf(jax.tree_util.keystr(path), tuple(x.shape), x.dtype, data.batch, data.workers), x)
-        for path, x in jax.tree_util.tree_flatten_with_path(getattr(state, field))[0]
-    ]
+def leaves_of_tree(field: str, tree: PyTree) -> list[StateLeaf]:
+    """Return the leaves of a tree of parameters or other arrays, whose nodes say how they are stored.
+
+    An array that is not in a `Padded` or `Chunked` node has its logical shape.
+    """
+    found = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_stored_node)[0]
+    return [state_leaf(field, path, leaf_of(x), x.storage if is_padded(x) else x) for path, x in found]
+
+
+def leaf_of(x: Any) -> Leaf:
+    if is_chunked(x):
+        return x.leaf
+    if is_padded(x):
+        # With one shard per element of the stored dim, the leaf has the node's padding, on any number of devices.
+        return Leaf("", x.shape, x.dtype, (), x.storage.shape[x.dim], "sharded", x.dim)
+    return Leaf("", tuple(x.shape), x.dtype, (), 1)
 
 
 def state_leaf(field: str, path: tuple, leaf: Leaf, array: Any, narrow: bool = False) -> StateLeaf:
