@@ -67,7 +67,7 @@ class Table:
         for kind in kinds:
             lines += ["", f"**{kind}**", ""] if len(kinds) > 1 else [""]
             lines += [header, *(rows[name] for name in rows if kind_of(name) == kind)]
-        lines += ["", "Plain jit exchanges activations in these programs too, so as much is allowed:", ""]
+        lines += ["", "In these programs, plain jit exchanges activations, too, and as many bytes are allowed:", ""]
         lines += [f"- `{name}`: {program.shared}." for name, program in self.programs.items() if program.shared]
         exceptions = [
             f"- `{name}`, {limit}, at most {one.most}: {one.why}."
