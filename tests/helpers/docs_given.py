@@ -111,6 +111,7 @@ loss_with_remat, step = loss, tx.train_step(loss)
 shapes = params
 """,
     "stage3.md": LOOP + STEP,
+    "troubleshooting.md": LOOP + STEP,
     "wire.md": """
 import jax, optax
 

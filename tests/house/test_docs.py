@@ -132,6 +132,24 @@ def test_every_page_is_in_the_navigation_once():
     assert sorted(listed) == sorted(PAGES)
 
 
+SEARCHED = ("gradient accumulation", "mixed precision", "nan", "out of memory", "resume", "slurm")
+
+
+def test_what_people_search_for_is_in_a_title():
+    navigation = (ROOT / "mkdocs.yml").read_text().split("\nnav:")[1]
+    titles = navigation + "".join(line for page in PAGES.values() for line in re.findall(r"^#+ .*\n", page, re.M))
+    assert [words for words in SEARCHED if not re.search(rf"\b{words}\b", titles, re.I)] == []
+
+
+def test_the_first_page_says_what_changes_and_how_it_is_run():
+    assert re.findall("^## (.*)", PAGES["index.md"], re.M) == [
+        "What it is",
+        "What changes in your loop",
+        "Run it on 8 GPUs",
+        "Where to go",
+    ]
+
+
 def test_files_that_pages_name_are_there():
     named = r"\b((?:benchmarks|docs|examples|notebooks|tests|zerojax)/[\w./-]*\.(?:py|sh|yaml|md|ipynb|json|png))\b"
     found = {(name, path) for name, page in PAGES.items() for path in re.findall(named, page)}

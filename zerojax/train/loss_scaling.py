@@ -77,6 +77,7 @@ def raise_if_stuck(scaling: ScalingState, trained: Layout, max_skips: int | None
     raise FloatingPointError(
         f"{skips} steps in a row were skipped because gradients were not finite, and max_skips={max_skips}. In the "
         f"first of them: params{', params'.join(named[:MAX_NAMED])}{others}. The loss scale is "
-        f"{float(scaling.scale):g}. The state is as it was before these steps. Look for the cause in the data or the "
-        f"learning rate, or continue with other batches and state.reset_skips()."
+        f"{float(scaling.scale):g}. The state is as it was before these steps. zerojax.compare(step, state, batch), or "
+        f"the command zerojax compare, names the first operation that is not finite (docs/troubleshooting.md, 'My loss "
+        f"is NaN'). To continue with other batches: state.reset_skips()."
     )
