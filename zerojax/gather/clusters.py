@@ -146,7 +146,7 @@ def block_to_join(so_far: Any, eqn: Any, root: Any, place: int) -> Joined | None
             late.extend(v for v in so_far.params[var].operands if so_far.made_in.get(v, -1) >= place)
         elif var in so_far.repeated:
             return jaxprs.variables_in(so_far.repeated[var].invars)
-        elif var not in so_far.roots and var not in so_far.uniform:
+        elif var not in so_far.roots and var not in so_far.alike:
             late.append(var)
         elif so_far.made_in.get(var, -1) > place:
             made = so_far.made[var]

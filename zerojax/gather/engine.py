@@ -86,7 +86,7 @@ def run_forward(program: Program, args: Sequence, active: Sequence[bool] | None,
     env = _env(program, args, options)
     live = program.live(active or (), program.outs)
     gathering = [segment for segment in program.segments if segment.params]
-    gathers = _gathers(program, env, options, gathering, [segment.first_gather for segment in gathering])
+    gathers = _gather_scheduler(program, env, options, gathering, [segment.first_gather for segment in gathering])
     residuals: list = []
     last_read = {v: i for i, segment in enumerate(program.segments) for v in segment.others}
     last_read |= dict.fromkeys(jaxprs.variables_in(program.outs), len(program.segments))
@@ -133,7 +133,7 @@ def gather_groups(segments: Sequence[Segment], limit: int) -> list[int]:
     return groups
 
 
-def _gathers(
+def _gather_scheduler(
     program: Program, env: dict, options: Options, gathering: Sequence[Segment], params: Sequence
 ) -> GatherScheduler:
     computes, groups = [s.computes for s in gathering], gather_groups(gathering, options.comm.shared_bytes)
@@ -207,7 +207,7 @@ def run_backward(
         if segment.operands:
             env.update(zip(segment.operands, kept.operands, strict=True))
     last = [segment.last_gather(kept) for segment, kept in gathering]
-    gathers = _gathers(program, env, options, [segment for segment, _ in gathering], last)
+    gathers = _gather_scheduler(program, env, options, [segment for segment, _ in gathering], last)
     for segment, kept in pairs:
         with segment.entered("transpose", "jvp"):
             segment.backward(kept, gathers, grads)

@@ -42,13 +42,13 @@ def planned(
     for optional in PASSES:
         if (found := optional(loss)) is not None:
             loss = loss.rewritten(*found)
-    jaxpr, same = loss.jaxpr, None
+    jaxpr, alike_vars = loss.jaxpr, None
     row_dims = [*given, *[NOWHERE] * (len(jaxpr.invars) - len(given))]
     rows = {} if follower is None else follower.with_implied(jaxpr, follower.row_dims(jaxpr, row_dims))
     if alike is not None:
-        same = {v for v, on in zip(jaxpr.invars, alike, strict=False) if on} | {*jaxpr.invars[len(alike) :]}
+        alike_vars = {v for v, on in zip(jaxpr.invars, alike, strict=False) if on} | {*jaxpr.invars[len(alike) :]}
     pairs = zip(jaxpr.invars, leaves, strict=False)
-    decisions = Decisions(jaxpr, {var: root_param(var, leaf) for var, leaf in pairs if leaf is not None}, same)
+    decisions = Decisions(jaxpr, {var: root_param(var, leaf) for var, leaf in pairs if leaf is not None}, alike_vars)
     decisions.decide()
     of_params = decisions.params.keys() | decisions.repeated.keys()
     returned = gathering(v for v in jaxprs.variables_in(jaxpr.outvars) if v in of_params)

@@ -68,8 +68,7 @@ class Decisions:
     def __init__(self, jaxpr: Any, params: Mapping[Any, ShardedParam], alike: Collection | None):
         """Analyse an inlined function once, before any decision.
 
-        `alike` has the arguments that are alike on all devices. If it is None, parameters are not reduced on their
-        shards.
+        `alike` has the arguments that are alike on all devices. If it is None, no parameter is reduced on its shards.
         """
         self.params = dict(params)  # sharded parameters and slices of their shards, by variable
         self.shardwise: list[Shardwise] = []  # quantised weights, computed on shards at the start of each pass
@@ -80,8 +79,8 @@ class Decisions:
         self._scanned = scanned_over(jaxpr)
         self.between_refs = _between_refs(jaxpr)
         # Variables that are alike on all devices: arguments, and results of equations that read no other variables.
-        self.uniform: set = set(alike or ())
-        self._given = frozenset(self.uniform)
+        self.alike: set = set(alike or ())
+        self._given = frozenset(self.alike)  # the arguments among them
         self.made_in: dict = {}  # the index of the draft that computes a variable
         self._blocks: dict = {}  # the last draft that gathers each parameter, by variable
         # For each value that a block computes from only one parameter, the variable of this parameter.
@@ -92,8 +91,8 @@ class Decisions:
         for index, eqn in enumerate(self._jaxpr.eqns):
             reads = jaxprs.variables_in(eqn.invars)
             site = Site(index, eqn, reads, [v for v in reads if v in self.params or v in self.repeated])
-            if self.uniform.issuperset(reads) and not eqn.effects and not jaxprs.facts(eqn).differs_by_device:
-                self.uniform.update(eqn.outvars)
+            if self.alike.issuperset(reads) and not eqn.effects and not jaxprs.facts(eqn).differs_by_device:
+                self.alike.update(eqn.outvars)
             for rule in RULES:
                 if (match := rule.matches(self, site)) not in (None, False):
                     rule.act(self, site, match)
@@ -120,7 +119,7 @@ class Decisions:
         # There is an operand, because the rule "activations" took every equation that reads no parameter.
         eqn, first = site.eqn, site.eqn.invars[0]
         # A slice of each shard is a shard of the slice only if every device slices at the same index.
-        alone = site.touched == [first] and first in self.params and self.uniform.issuperset(site.reads[1:])
+        alone = site.touched == [first] and first in self.params and self.alike.issuperset(site.reads[1:])
         alone &= eqn.primitive.name not in OF_STACKS or eqn.outvars[0] in self._scanned
         return extended(self.params[first], eqn) if alone else None
 
@@ -142,11 +141,11 @@ class Decisions:
     def _reductions(self) -> "Analysis":
         from zerojax.gather.reduced import Analysis
 
-        return Analysis(self._jaxpr, self.params, self.repeated, self.uniform)
+        return Analysis(self._jaxpr, self.params, self.repeated, self.alike)
 
     def reducible(self, site: Site) -> "Chain | None":
         """Return what a segment needs to compute an equation of a reduction on shards; None for any other equation."""
-        is_known = lambda v: v in self.params or v in self.repeated or v in self.uniform
+        is_known = lambda v: v in self.params or v in self.repeated or v in self.alike
         if not self._reduces or not all(map(is_known, site.reads)):
             return None
         chain = self._reductions.chain(site.eqn)
@@ -170,7 +169,7 @@ class Decisions:
         draft = self.drafts[places[0]]
         draft.eqns.append(site.eqn)
         draft.again |= chain.again
-        self.uniform.update(site.eqn.outvars)
+        self.alike.update(site.eqn.outvars)
         self.made_in |= dict.fromkeys(site.eqn.outvars, places[0])
 
     def is_repeatable(self, site: Site) -> bool:
@@ -185,7 +184,7 @@ class Decisions:
     def _is_of_params(self, var: Any, size: int) -> bool:
         """Return whether a variable depends on parameters alone, or is alike and either an argument or small."""
         is_free = var in self._given or 8 * var.aval.size <= size
-        return var in self.params or var in self.repeated or (is_free and var in self.uniform)
+        return var in self.params or var in self.repeated or (is_free and var in self.alike)
 
     def is_of_params_alone(self, site: Site) -> bool:
         """Return whether a plain equation reads only parameters, and alike values that are arguments or small."""

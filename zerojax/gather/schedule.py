@@ -106,18 +106,17 @@ class GatherScheduler:
             due.append(use)
         self._next += len(due)
         roots = list(dict.fromkeys(p.root for use in due for p in self.params[use]))
-        first, (*others, values) = barrier(anchors[0], *anchors[1:], [self.env[root] for root in roots])
+        first, (*others, shards) = barrier(anchors[0], *anchors[1:], [self.env[root] for root in roots])
         waited, rows_waited = [], []
         if beside is not None:
             # The value that the barrier returns replaces the old one, because XLA drops what no equation reads.
             keys = [key for key in self.frontier if key in beside][:1]
-            waited, (values,) = barrier([beside[key] for key in keys], values)
+            waited, (shards,) = barrier([beside[key] for key in keys], shards)
             beside.update(zip(keys, waited, strict=True))
             rows_waited = self.rows_of(keys)
-        # With an anchor: the gathers wait for it, and with `beside` for a variable of the frontier, too.
-        # Without an anchor, but with `beside` and a frontier: the gathers wait for the variable of the frontier alone.
-        # With neither: the gathers wait for nothing, as for a first block that reads only arguments.
-        after_barrier = {**self.env, **dict(zip(roots, values, strict=True))}
+        # The gathers wait for the anchor and, with `beside`, for a variable of the frontier. With neither of them, as
+        # in a first block that reads only arguments, the gathers wait for nothing.
+        after_barrier = {**self.env, **dict(zip(roots, shards, strict=True))}
         for _, uses in itertools.groupby(due, self.groups.__getitem__):
             self._gather([*uses], after_barrier, first or waited, rows if first else rows_waited)
         return [first, *others]
@@ -283,7 +282,11 @@ class GradScheduler:
         if exposed:
             # Wait until the previous block's gradients are reduced. Otherwise XLA may reduce the previous ones later,
             # when nothing is left to compute. Reductions across hosts use another link, so nothing waits for those.
-            sent = [x.value for x in self._queue if isinstance(x.key, ShardedParam) and x.state is self._after(x.key)]
+            sent = [
+                x.value
+                for x in self._queue
+                if isinstance(x.key, ShardedParam) and x.state is self._scattered_state(x.key)
+            ]
             computed = [dataclasses.replace(x, value=barrier([x.value], sent)[0][0]) for x in computed]
         if not waits and (exposed or not self.options.prefetch):
             computed, self._waiting = self._scattered([*self._waiting, *computed], exposed=exposed), []
@@ -335,9 +338,9 @@ class GradScheduler:
         grads, params = [p.value for p in computed], [p.key for p in computed]
         shards = reduce_scattered(self.options.comm, grads, params, exposed=exposed)
         pairs = zip(computed, shards, strict=True)
-        return [dataclasses.replace(pending, value=x, state=self._after(pending.key)) for pending, x in pairs]
+        return [dataclasses.replace(pending, value=x, state=self._scattered_state(pending.key)) for pending, x in pairs]
 
-    def _after(self, param: ShardedParam) -> GradState:
+    def _scattered_state(self, param: ShardedParam) -> GradState:
         return GradState.SCATTERED if self.options.comm.is_across(param.leaf) else GradState.REDUCED
 
     def _reduced_across(self, scattered: Sequence[PendingGrad]) -> list[PendingGrad]:

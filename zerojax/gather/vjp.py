@@ -133,12 +133,13 @@ class Passes:
         pools["derived"] = self._evaluated(self.derive, *reads)
         values = [*(pools[pool][index] for pool, index in self.sources), *cotangents]
         backward = self._backward(values, paired=paired)
-        count, axes, rows = len(self.active_params), dict(sums.experts), [*self.residual_rows, *self.result_rows]
-        places = [*self.active_params, *(len(params) + i for i in self.active_others)]
-        divided = {k: axes[i] for k, i in enumerate(places) if i in axes}
+        # The results are the cotangents of the active parameters, and then those of the active others.
+        inputs, axes = [*self.active_params, *(len(params) + i for i in self.active_others)], dict(sums.experts)
+        experts = {k: axes[i] for k, i in enumerate(inputs) if i in axes}
+        count, rows = len(self.active_params), [*self.residual_rows, *self.result_rows]
         later = [count + k for k, i in enumerate(self.active_others) if i in sums.later]
-        grads = [k for k in (*range(count), *later) if k not in divided]
-        results = comm.backward(backward, values, rows, grads, zero, experts=divided)
+        grads = [k for k in (*range(count), *later) if k not in experts]
+        results = comm.backward(backward, values, rows, grads, zero, experts=experts)
         return results[:count], results[count:]
 
     def _backward(self, values: Sequence, *, paired: bool) -> Any:

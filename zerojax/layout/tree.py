@@ -118,19 +118,7 @@ def lay_out(
     type is unsafe.
     """
     found, treedef = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_padded)
-    for path, x in found:
-        if not (hasattr(x, "shape") and hasattr(x, "dtype")):
-            raise TypeError(
-                f"params{jax.tree_util.keystr(path)} is a {type(x).__name__}, not an array. "
-                "Convert numbers to arrays: jax.tree.map(jnp.asarray, params). If a model also holds functions or "
-                "flags, pass only its arrays: params, static = eqx.partition(model, eqx.is_array), and in the loss "
-                "model = eqx.combine(params, static)."
-            )
-        if str(x.dtype) in UNSAFE:
-            raise TypeError(
-                f"params{jax.tree_util.keystr(path)} is {x.dtype}. JAX's operations on arrays of this type corrupt the "
-                f"memory of the process. Keep it as int4, uint4 or wider."
-            )
+    _check_leaves(found)
     is_annotated = any(map(has_annotation, jax.tree.leaves(params, is_leaf=has_annotation)))
     if is_annotated or policy.data.compiler_axes or policy.data.experts:
         from zerojax.layout.annotations import axes_of_model
@@ -166,14 +154,27 @@ def lay_out(
     every = range(len(grads))
     grads = keep_whole(grads, set(every) - stored, (every, trained), dict(policy.data.sizes))
     if wire is not None:
-        reasons = [unquantised(wire, path, leaf) for path, leaf in zip(paths, grads, strict=True)]
-        grads = [
-            dataclasses.replace(leaf, is_quantised=not reason, unquantised=reason)
-            for leaf, reason in zip(grads, reasons, strict=True)
-        ]
+        with_reason = lambda leaf, reason: dataclasses.replace(leaf, is_quantised=not reason, unquantised=reason)
+        grads = [with_reason(leaf, unquantised(wire, path, leaf)) for path, leaf in zip(paths, grads, strict=True)]
     compute = tuple(compute for _, compute in types)
     params = tuple(storage_leaf(leaf, policy, narrow) for leaf, narrow in zip(grads, compute, strict=True))
     return Layout(policy, treedef, params, tuple(grads), compute, trained, tuple(sorted(kept)))
+
+
+def _check_leaves(found: Sequence[tuple[Any, Any]]) -> None:
+    for path, x in found:
+        if not (hasattr(x, "shape") and hasattr(x, "dtype")):
+            raise TypeError(
+                f"params{jax.tree_util.keystr(path)} is a {type(x).__name__}, not an array. "
+                "Convert numbers to arrays: jax.tree.map(jnp.asarray, params). If a model also holds functions or "
+                "flags, pass only its arrays: params, static = eqx.partition(model, eqx.is_array), and in the loss "
+                "model = eqx.combine(params, static)."
+            )
+        if str(x.dtype) in UNSAFE:
+            raise TypeError(
+                f"params{jax.tree_util.keystr(path)} is {x.dtype}. JAX's operations on arrays of this type corrupt the "
+                f"memory of the process. Keep it as int4, uint4 or wider."
+            )
 
 
 def has_annotation(node: Any) -> bool:
@@ -208,10 +209,8 @@ def shard_leaf(path: str, shape: tuple[int, ...], dtype, others: tuple, policy: 
     if not is_numeric(dtype):
         return with_changes(reason=f"{dtype} has no arithmetic")
     if leaf.size < policy.persist_below and not any(others):
-        kind = "flat" if leaf.shards > 1 else "replicated"
-        return with_changes(
-            kind=kind, reason=f"small: {leaf.size} elements, under persist_below={policy.persist_below}"
-        )
+        reason = f"small: {leaf.size} elements, under persist_below={policy.persist_below}"
+        return with_changes(kind="flat" if leaf.shards > 1 else "replicated", reason=reason)
     free = [i for i in range(len(shape)) if i >= len(others) or not others[i]]
     if not free:
         return with_changes(reason="it has no dim, or other mesh axes divide every dim")
@@ -254,11 +253,8 @@ def storage_leaf(leaf: Leaf, policy: LayoutPolicy, compute: Any) -> Leaf:
         shards = policy.data.size(axes)
         further = leaf.shards // shards
         return dataclasses.replace(leaf, host=policy.params_on_host, axes=axes, shards=shards, further=further)
-    reason = (
-        leaf.reason
-        if policy.stage in (0, 3) or leaf.reason == REASON
-        else f"stage {policy.stage} keeps parameters replicated"
-    )
+    has_reason = policy.stage in (0, 3) or leaf.reason == REASON
+    reason = leaf.reason if has_reason else f"stage {policy.stage} keeps parameters replicated"
     return dataclasses.replace(leaf, kind="replicated", dim=None, reason=reason)
 
 

@@ -82,7 +82,7 @@ def combined(
     comm, aux, rows = view.comm, returned.aux, None
     mean, weight, factor, weights_valid = mean_loss(view, returned.total, returned.weight, mean_weight, scale)
     if view.reduces_across_once:
-        grads = comm.reduce_across(grads, [view.reduced(k) for k in range(len(grads))])
+        grads = comm.reduce_across(grads, [view.scattered_leaf(k) for k in range(len(grads))])
     grads = unscale(grads, factor)
     if view.loss.has_aux:
         from zerojax.train.optional_outputs import combine

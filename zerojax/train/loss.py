@@ -247,7 +247,7 @@ class View:
             sums = only_flat_buckets.reduce_across(sums, parts)
         return replace_items(grads, pending, sums)
 
-    def reduced(self, k: int) -> Leaf:
+    def scattered_leaf(self, k: int) -> Leaf:
         """Return the layout of the gradient of trained parameter `k` before the reduction across hosts."""
         param = self.layout.params[self.layout.trained[k]]
         return self.grads[k] if param.dim is None else param

@@ -1,7 +1,7 @@
 """Update the loss scale, and record which steps are skipped because a gradient was not finite.
 
 `StepProgram.next_scaling` decides whether a step is skipped, from sums over all devices, so that all devices skip the
-same steps. `StepProgram.ended` then restores the old state, bit for bit (`roll_back` in `optim/update.py`).
+same steps. `StepProgram.finished` then restores the old state, bit for bit (`roll_back` in `optim/update.py`).
 
 References:
     Micikevicius et al. 2018, arXiv 1710.03740, section 3.2.

@@ -84,7 +84,7 @@ def accumulated_gradients(view: View, given: LossInputs, scale: Array) -> StepGr
         wide = common_dtype(leaf.dtype, jnp.float32)
         dtype = wide if view.config.precision is None else comm.reduced_dtype(leaf.dtype)
         if view.reduces_each:
-            return jnp.zeros(comm.grad_shape(view.reduced(k)), dtype)
+            return jnp.zeros(comm.grad_shape(view.scattered_leaf(k)), dtype)
         # The gradient of experts is no partial sum.
         return jnp.zeros(leaf.shape, dtype) if view.layout.trained[k] in experts else comm.zeros(leaf.shape, dtype)
 

@@ -232,7 +232,7 @@ class PlannedStep:
     def _finished(
         self, state: ZeroState, stored: Mapping, found: LossAndGrads, squares: Mapping, cuts: Sequence, whole: Mapping
     ) -> tuple[ZeroState, dict, StreamedInputs]:
-        """Finish the step, except the update of files; see `StepProgram.ended`. Traced under jit.
+        """Finish the step, except the update of files; see `StepProgram.finished`. Traced under jit.
 
         `state` has no parameters, and only the optimizer state that is on the devices. `squares` has the sum of squares
         of each gradient in files, and `whole` has the gradients in files that the update reads as whole arrays, in
@@ -262,7 +262,7 @@ class PlannedStep:
         aux = whole_aux(*combine(self._view, stacked, weights, found.weight))
         gradients = StepGradients(found.loss, resident_grads, aux, None, mutable, valid, sums, [])
         done = Differentiated(gradients, [*map(stored.get, range(len(plan.layout.params)))], params, scaling, skipped)
-        return program.ended(state, done, ResidentResults(updated, leaves, shared, tuple(trained)))
+        return program.finished(state, done, ResidentResults(updated, leaves, shared, tuple(trained)))
 
 
 class Traced(NamedTuple):

@@ -144,9 +144,9 @@ class StepProgram:
         grads = cast(done.gradients.grads, [leaf.dtype for leaf in state.plan.grads])
         with jax.named_scope(UPDATE):
             resident = resident_update(self.config, state.plan, grads, state.opt_state, done.old, done.gradients.loss)
-        return self.ended(state, done, resident)
+        return self.finished(state, done, resident)
 
-    def ended(
+    def finished(
         self, state: ZeroState, done: Differentiated, resident: ResidentResults
     ) -> tuple[ZeroState, dict, StreamedInputs]:
         """Return the results of `resident_step`. The update of a skipped step is undone. Arrays in files are None."""
@@ -163,9 +163,9 @@ class StepProgram:
         on_host = return_to_host(config, updated, plan.trained.params)
         params = unshard_after_update(config, plan, [on_host.get(i) for i in range(len(plan.grads))], done.stored)
         pending = {i: x for i, x in enumerate(done.old) if i not in updated and x is not None}
-        wanted = {i: x for i in resident.grads if (x := done.gradients.grads[i]) is not None}
+        grads = {i: x for i in resident.grads if (x := done.gradients.grads[i]) is not None}
         skipped = done.skipped if self.may_skip else None
-        inputs = StreamedInputs(params, pending, leaves, wanted, resident.shared, skipped)
+        inputs = StreamedInputs(params, pending, leaves, grads, resident.shared, skipped)
         with jax.named_scope(UPDATE):
             step = state.step + jnp.where(done.skipped, 0, 1)
         return ZeroState(step, None, None, done.scaling, mutable, plan), metrics, inputs
