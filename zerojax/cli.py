@@ -176,11 +176,14 @@ def plan(
     largest_batch: Annotated[
         bool, typer.Option("--largest-batch", help="Find the largest batch that fits, by compiling several times.")
     ] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Also print tables of blocks, collectives, kernels and rates.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Compile the step in FILE for GPUs that this machine does not have, and print its memory and least time.
+    """Compile the step in FILE for GPUs that this machine does not have, and say whether it fits, and its time.
 
-    The plan also lists communication, and says whether the step fits. State and batch may be shapes.
+    State and batch may be shapes.
     """
     # Hide XLA's warnings about programs that do not fit, because the plan says whether the step fits.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
@@ -208,7 +211,7 @@ def plan(
             raise
         except Exception as error:
             raise ValueError(f"{file} cannot be planned: {type(error).__name__}: {error}") from error
-    print_result(compiled.to_dict() if as_json else compiled, as_json=as_json)
+    print_result(compiled.to_dict() if as_json else compiled.details if verbose else compiled, as_json=as_json)
 
 
 @app.command()

@@ -136,7 +136,7 @@ def test_totals_multiply_executions_and_choose_kinds():
 
 def test_the_table_shows_totals_and_says_what_it_assumes():
     table = str(collectives(compile_on_cpu(*PROGRAMS["scan"][0])))
-    assert table.splitlines()[1].split() == ["all-gather", "f32", "1", "5", "20,480", "0.08", "0.07"]
+    assert table.splitlines()[1].split() == ["all-gather", "f32", "1", "5", "20,480", "81.9", "kB", "71.7", "kB"]
     assert "counted" not in table
     assert "2 are in a branch of a conditional" in str(collectives(compile_on_cpu(*PROGRAMS["cond"][0])))
     assert (str(CompiledCollectives()), CompiledCollectives().hidden_share) == ("no collectives", 1.0)

@@ -21,13 +21,15 @@ from conftest import mesh_of, quick_or_slow
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax import DynamicScale, Offload, Precision, Tuning, check, estimate, plan, report, zero_shard
+from zerojax.budget.blocks import BlockMemory
 from zerojax.gpus import devices as gpu_devices
 from zerojax.gpus.devices import KINDS, Device, Topology, absent_mesh_like
-from zerojax.inspect.hlo import peak_bytes, read
-from zerojax.inspect.roofline import HIGHEST, kernels
-from zerojax.inspect.timeline import simulate
+from zerojax.inspect.compiled_collectives import Collective, CompiledCollectives
+from zerojax.inspect.hlo import HloArray, peak_bytes, read
+from zerojax.inspect.roofline import HIGHEST, Roofline, kernels
+from zerojax.inspect.timeline import Expected, simulate
 from zerojax.planning.absent_program import pinning_note
-from zerojax.planning.compiled_plan import CompiledStep, near_limit, read_plan
+from zerojax.planning.compiled_plan import CompiledStep, Plan, near_limit, read_plan
 from zerojax.planning.plan import largest_that_fits, next_round
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -203,6 +205,76 @@ def test_arguments_may_be_called_like_parts():
     assert found.peak == peak_bytes(compiled)
 
 
+FITS = "fits: 25 GB of 81 GB per GPU; 75% of the communication is hidden; 310 ms or more per step"
+LARGE, COPIED = {"temporary": 98 * 10**9, "parameters": 5 * 10**9}, {"host": 10**10, "update": 1.0}
+BLOCK = BlockMemory("model.py:3", 24, 10**9, 0, 0, 0, 0.0)
+VERDICTS = {
+    "fits": ({}, FITS),
+    "copies": (
+        COPIED,
+        "fits: 25 GB of 81 GB per GPU and 80 GB of memory per host; 75% of the communication is hidden; 1.31 s or more "
+        "per step, most of it for copies to and from host memory",
+    ),
+    "activations": (
+        {"memory": LARGE},
+        'does not fit: 103 GB of 81 GB per GPU. Use zerojax.block around each layer and train_step(memory="auto") or '
+        "accumulate= or more GPUs",
+    ),
+    "blocks": (
+        {"memory": LARGE, "blocks": (BLOCK,), "stage": 2},
+        'does not fit: 103 GB of 81 GB per GPU. Use train_step(memory="auto") or accumulate= or stage 3 or more GPUs',
+    ),
+    "nothing to save": (
+        {"memory": LARGE, "blocks": (dataclasses.replace(BLOCK, share=1.0),)},
+        "does not fit: 103 GB of 81 GB per GPU. Use accumulate= or more GPUs",
+    ),
+    "state": (
+        {"memory": {"optimizer state": 103 * 10**9}},
+        'does not fit: 103 GB of 81 GB per GPU. Use Offload(optimizer="host") or more GPUs',
+    ),
+    "function": (
+        {"memory": LARGE, "stage": None},
+        "does not fit: 103 GB of 81 GB per GPU. Use jax.checkpoint or fewer rows or more GPUs",
+    ),
+}
+PRINTED = f"""{FITS}
+h200:2x8: 16 GPUs, 64 rows
+memory, per GPU
+  parameters                      5 GB
+  temporary                      20 GB
+  peak                           25 GB  of 81 GB usable
+per step
+  sent by a GPU                  19 GB
+  time, at least                310 ms
+  time, expected                400 ms"""
+
+
+@pytest.mark.parametrize("case", VERDICTS)
+def test_a_plan_begins_with_what_a_user_asks(case):
+    array = HloArray("u8", (5 * 10**9,))
+    moved = [
+        Collective("all-gather", (array,), range(20), 1, 1, False, "", "", "", (), products=n) for n in (1, 1, 1, 0)
+    ]
+    roofline = Roofline({}, 0, 0.2, 0.1, 0.3, 0.02, 0.01)
+    figures = {
+        "topology": "h200:2x8",
+        "devices": 16,
+        "stage": 3,
+        "batch": 64,
+        "capacity": 85 * 10**9,
+        "usable": 81 * 10**9,
+        "memory": {"parameters": 5 * 10**9, "temporary": 20 * 10**9},
+        "collectives": CompiledCollectives(moved),
+        "roofline": roofline,
+        "expected": Expected(dataclasses.replace(roofline, kernels=0.38), waits=0.01, slowed=0.01),
+    }
+    changed, verdict = VERDICTS[case]
+    found = Plan(**figures | changed)
+    assert (found.verdict, str(found).partition("\n")[0]) == (verdict, verdict)
+    assert found.details.startswith(f"{verdict}\n")
+    assert case != "fits" or str(found) == PRINTED
+
+
 # The figures of GPUs
 
 
@@ -285,9 +357,7 @@ def test_every_gpu_can_be_compiled_for(kind):
     assert found.sent == 0
     assert found.fits
     assert found.notes == ()
-    small = dataclasses.replace(found, usable=found.peak - 1)
-    assert not small.fits
-    assert "does not fit" in str(small)
+    assert not dataclasses.replace(found, usable=found.peak - 1).fits
 
 
 @aot
@@ -312,7 +382,7 @@ def test_a_step_is_what_the_formulas_say(stage, accumulate):
     # A layer saves nothing. Its backward pass reads tanh, its derivative and the transposed weight, in bfloat16.
     elements = 64 // accumulate * WIDTH
     assert (described.calls, described.saved, described.recomputed) == (DEPTH, 0, (4 * elements + 2 * WIDTH**2) // 16)
-    assert f"{DEPTH} x test_plan.py:" in str(found)
+    assert f"{DEPTH} x test_plan.py:" in found.details
     assert found.memory["parameters"] == row.params
     assert found.memory["optimizer state"] + found.memory.get("master weights", 0) == row.opt_state + row.master
     assert found.sent_formula == row.sent
@@ -334,7 +404,7 @@ def test_a_fused_collective_is_no_kernel(mesh):
     assert [span.lane for span in simulated.spans if span.kind in ("hidden", "exposed")] == ["other"]
     assert simulated.seconds == pytest.approx(found.seconds)
     assert sum(found.waits.values()) == pytest.approx(simulated.seconds - found.roofline.kernels, rel=1e-3)
-    assert f"{found.waiting:.1%}: " in str(found)
+    assert f"{found.waiting:.1%}: " in found.details
 
 
 @aot
@@ -558,7 +628,10 @@ def test_a_file_is_planned_with_options_of_its_own(file):
     assert sys.argv is before
     outcome = run("plan", f"{file}:make_step", "--batch", "16")
     assert outcome.exit_code == 0, outcome.output
-    assert outcome.stdout.startswith("h200:8: 8 devices, 16 rows\n")
+    assert outcome.stdout.startswith("fits: ")
+    assert "\nh200:8: 8 GPUs, 16 rows\n" in outcome.stdout
+    assert "achievable" not in outcome.stdout
+    assert "achievable" in run("plan", file, "--batch", "24", "--verbose").stdout
 
 
 @pytest.mark.parametrize(

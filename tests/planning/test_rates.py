@@ -59,9 +59,9 @@ def test_a_plan_prints_both_times_and_which_rates_it_uses():
     assert found.expected_seconds == found.expected.seconds == pytest.approx(2 * 512**3 / 1e12)
     assert found.roofline.products == pytest.approx(2 * 512**3 / 494.7e12, rel=1e-3)
     assert found.to_dict()["expected"]["seconds"] == found.expected.seconds
-    (row,) = (line.split() for line in str(found).splitlines() if line.startswith("  matrix products"))
+    (row,) = (line.split() for line in found.details.splitlines() if line.startswith("  matrix products"))
     assert row == ["matrix", "products", "0.543", "us", "268", "us"]
-    assert "measured on NVIDIA H200" in str(found)
+    assert "measured on NVIDIA H200" in found.details
 
 
 def test_a_fit_compares_at_peak_rates_or_at_those_that_were_measured():

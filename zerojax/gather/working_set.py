@@ -15,6 +15,7 @@ from zerojax.gather.engine import gather_groups, trace_loss
 from zerojax.gather.segments import BlockSegment, Program, Segment
 from zerojax.gather.sharded_param import ShardedParam, bytes_of
 from zerojax.layout.leaf import Leaf
+from zerojax.units import format_bytes
 
 _REMEDY = (
     "Scan over a stack (jax.lax.scan, nn.scan), change its layers in the loop's body, leave microbatches to "
@@ -30,8 +31,7 @@ class Whole(NamedTuple):
     layers: int  # the number of layers in these bytes
 
     def __str__(self) -> str:
-        size = f"{self.bytes / 2**20:,.1f} MiB"
-        return f"{self.path} ({size}) is gathered whole, or kept for the backward pass. {_REMEDY}"
+        return f"{self.path} ({format_bytes(self.bytes)}) is gathered whole, or kept for the backward pass. {_REMEDY}"
 
 
 class WorkingSet(NamedTuple):

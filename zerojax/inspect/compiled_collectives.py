@@ -18,6 +18,7 @@ import numpy as np
 from zerojax import compat
 from zerojax.comm.collectives import LABEL, UPDATE
 from zerojax.inspect.hlo import HloArray, HloComputation, Instruction, Module, read
+from zerojax.units import format_bytes
 
 KINDS = (
     "all-gather",
@@ -176,12 +177,12 @@ class CompiledCollectives(tuple[Collective, ...]):
         groups: dict[tuple[str, str], list[Collective]] = defaultdict(list)
         for c in sorted(self, key=lambda c: (KINDS.index(c.kind), c.dtype)):
             groups[c.kind, c.dtype].append(c)
-        lines = [f"{'kind':20} {'dtype':>9} {'in text':>8} {'times':>8} {'elements':>16} {'MiB':>11} {'sent MiB':>11}"]
+        lines = [f"{'kind':20} {'dtype':>9} {'in text':>8} {'times':>8} {'elements':>16} {'size':>9} {'sent':>9}"]
         for (kind, dtype), group in groups.items():
             total, times = CompiledCollectives(group).moved(unknown_once=True), sum(c.times_if_once for c in group)
             lines.append(
                 f"{kind:20} {dtype:>9} {len(group):8} {times:8} {total.elements:16,} "
-                f"{total.bytes / 2**20:11.2f} {total.sent / 2**20:11.2f}"
+                f"{format_bytes(total.bytes):>9} {format_bytes(total.sent):>9}"
             )
         if unknown := sum(c.times is None for c in self):
             lines.append(f"{unknown} run in loops of unknown trip count: counted as one iteration")

@@ -26,8 +26,8 @@ from zerojax.planning.contract import Contract, contract_of
 from zerojax.train.arguments import packed, place_batch
 from zerojax.train.state import ZeroState
 from zerojax.train.step import Step
+from zerojax.units import format_bytes, format_flops
 
-MIB = 2**20
 MOST_CAUSES = 5
 # Tolerances of the contract: an excess within them is not a finding.
 MEMORY_SLACK, VOLUME_SLACK, FLOPS_SLACK, LEAST_HIDDEN = 1.10, 1.02, 1.02, 0.95
@@ -46,6 +46,7 @@ IN_GLOBAL_VIEW = (
     "Keep the rows of the batch in one dim of each array there, without picking or reordering them, or, if the loss is "
     'a mean over rows, pass view="device" to zero_shard'
 )
+USED_ONCE = "Each use moves a leaf again: use it in one layer, or join its uses in one zerojax.block"
 IN_DEVICE_VIEW = (
     "In device view only the loss function itself can ask for this: look for a collective or a constraint there"
 )
@@ -96,25 +97,31 @@ class Check:
     def ok(self) -> bool:
         return not self.findings
 
+    @property
+    def verdict(self) -> str:
+        """Return one sentence: whether the program keeps the contract, or the first finding, with a remedy."""
+        if self.findings:
+            return f"not as stage {self.stage} should be: {self.findings[0]}"
+        hidden = "" if self.hidden is None else f"; {self.hidden:.0%} of the communication is hidden"
+        return f"as stage {self.stage} should be: {format_bytes(self.peak)} per device{hidden}"
+
     def __str__(self) -> str:
-        hidden = "no overlap on CPU: collectives are synchronous" if self.hidden is None else f"{self.hidden:.1%}"
-        row = lambda name, compiled, contract: f"  {name:20} {compiled:>12}   {contract:>14}"
-        mib, count, mflop = lambda n: f"{n / MIB:,.1f}", lambda n: f"{n:,d}", lambda n: f"{n / 1e6:,.1f}"
-        flops = sum(self.flops.values())
+        """Return the verdict, a table with the program's figures and the contract's, and all other findings."""
+        row = lambda name, compiled, contract="": f"  {name:24s}{compiled:>14s}{contract:>14s}"
+        size, count, flops = format_bytes, "{:,d}".format, sum(self.flops.values())
+        by_type = ", ".join(f"{kind} {format_flops(flops)}" for kind, flops in self.flops.items())
         lines = [
-            f"stage {self.stage}, {self.devices} devices     compiled         contract",
-            row("peak, MiB/device", mib(self.peak), mib(self.floor)),
-            row("gathered, elements", count(self.gathered), count(self.gathered_formula)),
-            row("reduced, elements", count(self.reduced), count(self.reduced_formula)),
-            row("activations, MiB", mib(self.activations), mib(self.activations_formula)),
-            row("update moves, MiB", mib(self.update), ""),
-            row("products, MFLOP", mflop(flops), mflop(self.flops_formula))
-            + "   "
-            + ", ".join(f"{kind} {flops / 1e6:,.1f}" for kind, flops in self.flops.items()),
-            f"  hidden bytes       {hidden}",
+            self.verdict,
+            f"{f'{self.devices} devices':26s}{'compiled':>14s}{'contract':>14s}",
+            row("peak of a device", size(self.peak), size(self.floor)),
+            row("elements gathered", count(self.gathered), count(self.gathered_formula)),
+            row("elements reduced", count(self.reduced), count(self.reduced_formula)),
+            row("activations moved", size(self.activations), size(self.activations_formula)),
+            row("moved for the update", size(self.update)),
+            row("matrix products", format_flops(flops), format_flops(self.flops_formula)) + f"   {by_type}",
+            row("communication hidden", "none on CPU" if self.hidden is None else f"{self.hidden:.1%}"),
         ]
-        lines += [f"finding: {finding}" for finding in self.findings] or ["no findings"]
-        return "\n".join(line.rstrip() for line in lines)
+        return "\n".join([*lines, *(f"also: {finding}" for finding in self.findings[1:])])
 
 
 @auto_context()
@@ -124,8 +131,8 @@ def check(step: Step, state: ZeroState, batch: Any, *args: Any, topology: str | 
     The contract includes microbatches, the optimizer's update, and the gathers after the update. With offloaded state,
     the program up to the gradients is checked. Nothing is run.
 
-    The printed result has a table of the program's figures and of the contract's figures. Each finding says which
-    leaves and lines of the model cause the excess, why, and what to change.
+    The printed result begins with a verdict, followed by a table of the program's figures and the contract's. Each
+    finding says which leaves and lines of the model cause the excess, why, and what to change.
 
     Args:
         step: A step of `tx.train_step`.
@@ -271,7 +278,7 @@ def activation_findings(config: Config, moved: Exchanged, plain: Exchanged, cont
     beyond = sorted(((size - theirs[key], key) for key, size in ours.items() if size > theirs[key]), reverse=True)
     remedy = IN_GLOBAL_VIEW if config.view == "global" else IN_DEVICE_VIEW
     return [
-        f"{size / MIB:,.1f} MiB of activations are moved beyond plain jit's, {_what(moved, kind, line)} "
+        f"{format_bytes(size)} of activations are moved beyond plain jit's, {_what(moved, kind, line)} "
         f"at {line}: {WHY[kind]}. {remedy}."
         for size, (kind, line) in beyond[:MOST_CAUSES]
         if size > 0.01 * over
@@ -300,20 +307,20 @@ def update_findings(moved: Exchanged, contract: Contract) -> Iterator[str]:
     if not contract.update and moved.of_update > _slack(contract):
         most = _most((operation(piece), size) for piece, size in moved.pieces if piece.is_of_update)
         yield (
-            f"{moved.of_update / MIB:,.1f} MiB are moved for the optimizer's update, which is computed shard by shard: "
+            f"{format_bytes(moved.of_update)} are moved for the optimizer's update, which is computed shard by shard: "
             f"{most}. An operation of the update joins elements of several devices. "
             "print(state.plan) lists the replicated leaves."
         )
 
 
 def memory_findings(peak: int, floor: int, contract: Contract, gathers: Iterable[CollectivePiece]) -> list[str]:
-    slack, over, program = (MEMORY_SLACK - 1) * floor, (peak - floor) / MIB, contract.program
+    slack, program = (MEMORY_SLACK - 1) * floor, contract.program
     found = [str(one) for one in program.whole if one.bytes - (one.layers > 1) * one.bytes // one.layers > slack]
     if peak - floor > slack:
         gathered = "" if found else causes_of(gathers)
-        causes = f". Gathered: {gathered}" if gathered else ""
+        causes = f". Gathered: {gathered}. {USED_ONCE}" if gathered else ""
         kept = ", the shards and three layers" if program.layer else " and what the stage keeps"
-        found.insert(0, f"a device needs {over:,.1f} MiB beyond plain jit's activations{kept}{causes}")
+        found.insert(0, f"a device needs {format_bytes(peak - floor)} beyond plain jit's activations{kept}{causes}")
     return found
 
 
@@ -324,13 +331,17 @@ def flops_findings(flops: int, contract: Contract) -> Iterator[str]:
 
 def volume_findings(verb: str, elements: int, formula: int, which: Sequence[CollectivePiece]) -> Iterator[str]:
     if elements > VOLUME_SLACK * formula + FREE * len(which):  # scalars, such as norms, weights and counts, are free
-        yield f"{elements - formula:,d} elements are {verb} beyond the contract. Most: {causes_of(which)}"
+        most = causes_of(which)
+        yield f"{elements - formula:,d} elements are {verb} beyond the contract. Most: {most}. {USED_ONCE}."
 
 
 def overlap_findings(moved: CompiledCollectives, module: Module) -> Iterator[str]:
     if moved.hidden_share < LEAST_HIDDEN:
         exposed = causes_of(pieces(module, moved.exposed))
-        yield f"only {moved.hidden_share:.1%} of collective bytes hide behind products. Exposed: {exposed}"
+        yield (
+            f"only {moved.hidden_share:.1%} of collective bytes hide behind products. Exposed: {exposed}. Try a larger "
+            "prefetch= or bucket_bytes= of Tuning. Nothing hides collectives of activations, or of a single layer."
+        )
 
 
 def causes_of(which: Iterable[CollectivePiece]) -> str:
@@ -341,7 +352,8 @@ def _most(sizes: Iterable[tuple[str, int]]) -> str:
     total: Counter[str] = Counter()
     for name, size in sizes:
         total[name] += size
-    return "; ".join(f"{name} ({size / MIB:,.1f} MiB)" for name, size in total.most_common(MOST_CAUSES))
+    most = total.most_common(MOST_CAUSES)
+    return "; ".join(f"{name} ({format_bytes(size)})" for name, size in most if 100 * size > total.total())
 
 
 def _slack(contract: Contract) -> float:

@@ -1,9 +1,9 @@
-"""Read the memory, collectives and least time of a compiled step into a `Plan`, which prints as tables."""
+"""Read the memory, collectives and least time of a compiled step into a `Plan`, whose text begins with a verdict."""
 
 import dataclasses
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ from zerojax.streaming.stores import IN_FLIGHT, chunk_bytes
 from zerojax.streaming.stream import StreamedUpdate
 from zerojax.units import format_bytes, format_seconds
 
-DERIVED = ("peak", "fits", "sent", "across_hosts", "exposed", "hidden", "waiting", "seconds", "expected_seconds")
+DERIVED = "verdict peak fits sent across_hosts exposed hidden waiting seconds expected_seconds".split()
 EXPECTED = ("seconds", "exposed", "waits", "slowed")
 MOST_WAITS = 3
 USUAL = Rates()
@@ -44,6 +44,7 @@ class Plan:
     Attributes:
         topology: The GPUs, such as `"h200:8"`.
         devices: Number of GPUs.
+        stage: ZeRO stage. None for a function.
         batch: Rows of the global batch. None if the leaves of a function's batch have different numbers of rows.
         memory: Bytes per device by part. `peak` is the sum of all parts. `temporary` has activations, gradients and
             gathered parameters. `results` has the results that do not reuse the memory of donated arguments.
@@ -81,6 +82,7 @@ class Plan:
     collectives: CompiledCollectives
     roofline: Roofline
     expected: Expected
+    stage: int | None = None
     rates: str = ""
     waits: Mapping[str, float] = dataclasses.field(default_factory=dict)
     sent_formula: float | None = None
@@ -151,41 +153,81 @@ class Plan:
         fields["expected"] = {name: getattr(self.expected, name) for name in EXPECTED} | fields["expected"]
         return fields | derived | {"collectives": listed}
 
-    def __str__(self) -> str:
-        line = lambda name, *cells: f"  {name:24s}" + "".join(f"{cell:>12s}" for cell in cells)
-        verdict = f"  of {format_bytes(self.usable)} usable: {'fits' if self.fits else 'does not fit'}"
-        rows = "" if self.batch is None else f", {self.batch:,} rows"
-        lines = [f"{self.topology}: {self.devices} devices{rows}", "memory, per device"]
-        lines += [line(part, format_bytes(size)) for part, size in self.memory.items() if size]
-        lines.append(line("peak", format_bytes(self.peak)) + verdict)
-        offloaded = {"in host memory": self.host, "on disk": self.disk}
-        lines += [line(name, format_bytes(size)) for name, size in offloaded.items() if size]
-        if self.largest_batch is not None:
-            lines.append(line("largest batch", f"{self.largest_batch:,}") + "  rows")
-        lines += ["blocks, per call and device"] * bool(self.blocks) + [line(*row) for row in table_lines(self.blocks)]
+    @property
+    def verdict(self) -> str:
+        """Return one sentence: whether the step fits, and its time or, if it does not fit, what to change."""
+        memory = f"{format_bytes(self.peak)} of {format_bytes(self.usable)} per GPU"
+        if not self.fits:
+            return f"does not fit: {memory}. Use {self._remedies()}"
+        per_host = Topology.parse(self.topology).per_host
+        for place, size in {"memory": self.host * per_host, "disk": self.disk * per_host}.items():
+            memory += f" and {format_bytes(size)} of {place} per host" * (size > 0)
+        parts = [f"fits: {memory}"]
         if self.collectives:
-            formula = "" if self.sent_formula is None else f"  formula {format_bytes(self.sent_formula)}"
-            lines += ["sent, per device and step", line("", "times", "sent", "hidden")]
-            lines += [line(*row) for row in self._kinds()]
-            lines.append(line("all", "", format_bytes(self.sent), f"{self.hidden:.0%}") + formula)
-        lines += self._times(line)
+            parts.append(f"{self.hidden:.0%} of the communication is hidden")
+        limit = f", most of it for copies to and from {'disk' if self.disk else 'host memory'}"
+        parts.append(f"{format_seconds(self.seconds)} or more per step" + limit * (2 * self.update > self.seconds))
+        return "; ".join(parts)
+
+    def _remedies(self) -> str:
+        """Return what reduces the largest part of the memory, the cheapest remedy first."""
+        if self.stage is None:
+            return "jax.checkpoint or fewer rows or more GPUs"
+        state, found = sum(self.memory.get(part, 0) for part in STATE_PARTS.values()), list[str]()
+        if 2 * state <= self.peak:
+            if not self.blocks or any(block.share < 1 for block in self.blocks):
+                found.append("zerojax.block around each layer and " * (not self.blocks) + 'train_step(memory="auto")')
+            found.append("accumulate=")
+        if self.stage < 3:
+            found.append("stage 3")
+        if 2 * state > self.peak and not (self.host or self.disk):
+            found.append('Offload(optimizer="host")')
+        return " or ".join([*found, "more GPUs"])
+
+    def __str__(self) -> str:
+        """Return the verdict, the memory and the time of a step. `details` has all tables."""
+        times = {"time, at least": self.seconds, "time, expected": self.expected_seconds}
+        lines = [*self._memory(), "per step", _line("sent by a GPU", format_bytes(self.sent))]
+        lines += [_line(name, format_seconds(time)) for name, time in times.items()]
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
-    def _times(self, line: Callable[..., str]) -> Iterator[str]:
-        """Yield table rows with times at peak and at achievable rates. `line` makes a row from its cells."""
+    @property
+    def details(self) -> str:
+        """Return all figures as tables: also those of blocks, kinds of collectives, kernels and rates."""
+        lines = [*self._memory()]
+        lines += ["blocks, per call and GPU"] * bool(self.blocks) + [_line(*row) for row in table_lines(self.blocks)]
+        if self.collectives:
+            formula = "" if self.sent_formula is None else f"  formula {format_bytes(self.sent_formula)}"
+            lines += ["sent, per GPU and step", _line("", "times", "sent", "hidden")]
+            lines += [_line(*row) for row in self._kinds()]
+            lines.append(_line("all", "", format_bytes(self.sent), f"{self.hidden:.0%}") + formula)
+        return "\n".join([*lines, *self._times(), *(f"note: {note}" for note in self.notes)])
+
+    def _memory(self) -> Iterator[str]:
+        rows = "" if self.batch is None else f", {self.batch:,} rows"
+        yield from (self.verdict, f"{self.topology}: {self.devices} GPUs{rows}", "memory, per GPU")
+        yield from (_line(part, format_bytes(size)) for part, size in self.memory.items() if size)
+        yield _line("peak", format_bytes(self.peak)) + f"  of {format_bytes(self.usable)} usable"
+        offloaded = {"in host memory": self.host, "on disk": self.disk}
+        yield from (_line(name, format_bytes(size)) for name, size in offloaded.items() if size)
+        if self.largest_batch is not None:
+            yield _line("largest batch", f"{self.largest_batch:,}") + "  rows"
+
+    def _times(self) -> Iterator[str]:
+        """Yield table rows with times at peak and at achievable rates."""
         peak, expected = self.roofline, self.expected
-        yield "time" + line("", "peak", "achievable")[4:]
+        yield "time" + _line("", "peak", "achievable")[4:]
         for name, part in TIMES.items():
-            yield line(name, *(format_seconds(getattr(at, part)) for at in (peak, expected.roofline)))
+            yield _line(name, *(format_seconds(getattr(at, part)) for at in (peak, expected.roofline)))
         if self.collectives:
             waits = ", ".join(f"{cause} {format_seconds(time)}" for cause, time in [*self.waits.items()][:MOST_WAITS])
             cells = format_seconds(sum(self.waits.values())), format_seconds(expected.waits)
-            yield line("kernels wait", *cells) + (f"  {self.waiting:.1%}: {waits}" if waits else "")
-            yield line("products slowed", format_seconds(0.0), format_seconds(expected.slowed))
+            yield _line("kernels wait", *cells) + (f"  {self.waiting:.1%}: {waits}" if waits else "")
+            yield _line("products slowed", format_seconds(0.0), format_seconds(expected.slowed))
         if self.update:
-            yield line("offloaded update", format_seconds(self.update), format_seconds(self.update))
-        yield line("step", format_seconds(self.seconds), format_seconds(self.expected_seconds))
-        yield from [f"  {self.rates}"] if self.rates else []
+            yield _line("offloaded update", format_seconds(self.update), format_seconds(self.update))
+        yield _line("step", format_seconds(self.seconds), format_seconds(self.expected_seconds))
+        yield f"  {self.rates}"
 
     def _kinds(self) -> Iterator[tuple[str, ...]]:
         """Yield a table row (count, bytes, hidden share) per kind and type of collective, in a host or across hosts."""
@@ -197,6 +239,10 @@ class Plan:
             times, sent = sum(c.times_if_once for c in group), group.moved(unknown_once=True).sent
             name = f"{kind} {dtype}" + ", hosts" * between
             yield name, f"{times:,}", format_bytes(sent), f"{group.hidden_share:.0%}"
+
+
+def _line(name: str, *cells: str) -> str:
+    return f"  {name:24s}" + "".join(f"{cell:>12s}" for cell in cells)
 
 
 def _spans_hosts(c: Collective, per_host: int) -> bool:
@@ -253,6 +299,7 @@ def read_plan(
         collectives=moved,
         roofline=figures,
         expected=Expected.of(module, moved, achievable),
+        stage=step.estimate.stage if step.estimate else None,
         rates=rates.described(gpus.kind),
         waits=dict(sorted(simulate(module, device).waits.items(), key=lambda item: -item[1])),
         sent_formula=step.sent_formula,

@@ -81,7 +81,7 @@ class Planner:
                 default, rates have their usual shares of the peak rates, and the time of the disk is left out.
 
         Returns:
-            A `Plan`, which prints as tables.
+            A `Plan`. It prints a verdict, memory and time. `print(plan.details)` prints all tables.
 
         Raises:
             TypeError: If `step` cannot be lowered, the state of a step is not a `ZeroState`, or an option is unknown.
