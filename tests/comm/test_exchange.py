@@ -5,14 +5,9 @@ import time
 
 import jax
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from zerojax.comm import processes
 from zerojax.comm.processes import EVENTS, Events, Processes
-from zerojax.train.same_run import first_difference, require_same
-
-RECORDS = st.lists(st.dictionaries(st.sampled_from("abc"), st.sampled_from("xy"), max_size=3), min_size=1, max_size=4)
 
 
 class Service:
@@ -73,7 +68,6 @@ def test_the_first_call_that_differs_is_named(theirs, expected, monkeypatch):
 def test_a_process_alone_waits_for_nobody():
     assert Processes("alone").exchange("begin", "hello") == ["hello"]
     assert Processes("alone").is_first
-    require_same("begin", {"stage": "1"})
 
 
 def test_messages_come_in_the_order_of_the_processes(two):
@@ -110,31 +104,3 @@ def test_an_error_of_the_service_is_raised(two, monkeypatch):
     monkeypatch.setattr(service, "blocking_key_value_get", failed)
     with pytest.raises(jax.errors.JaxRuntimeError, match="the leader is gone"):
         Processes("failed", 60).exchange("begin", "mine")
-
-
-def test_what_differs_is_named_three_at_most(two):
-    mine = dict.fromkeys("abcde", "1")
-    two(["begin", json.dumps({**mine, "a": "2"})])
-    with pytest.raises(ValueError, match=r"do not begin alike\. On process 1, unlike 0: a is 2, not 1\. Give"):
-        require_same("begin", mine)
-    two(["begin", json.dumps({"a": "1"})])
-    with pytest.raises(ValueError, match=r"b is missing, not 1; c is missing.*; d is missing, not 1; and 1 more\."):
-        require_same("begin", mine)
-    require_same("begin", mine, partial=True)
-    two(["begin", json.dumps(mine)])
-    require_same("begin", mine)
-
-
-@given(RECORDS, st.booleans())
-def test_a_difference_is_one_and_none_is_missed(records, partial):
-    found = first_difference(records, partial=partial)
-    names = {name for record in records for name in record}
-    said = lambda name: {record.get(name) for record in records} - ({None} if partial else set())
-    assert (found is None) == all(len(said(name)) <= 1 for name in names)
-    if found:
-        index, reference, differ = found
-        assert reference < index
-        assert differ
-        for name in differ:
-            assert records[reference].get(name) != records[index].get(name)
-            assert not partial or (name in records[reference] and name in records[index])

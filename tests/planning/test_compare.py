@@ -12,7 +12,6 @@ from command_line import run
 from conftest import mesh_of
 
 from zerojax import Precision, Tuning, compare, zero_shard
-from zerojax.train.nan_lines import origins
 
 PARAMS = {"w": jax.random.normal(jax.random.key(0), (16, 8)) / 4, "b": jnp.full(8, 0.1)}
 BATCH = jax.random.normal(jax.random.key(1), (32, 16))
@@ -188,10 +187,3 @@ def test_the_command_line_says_so_by_its_exit_status_and_in_json(name, status, s
     outcome = run("compare", f"{__file__}{name}", "--stage", "0", *["--json"] * as_json)
     assert outcome.exit_code == status, outcome.output
     assert said.items() <= json.loads(outcome.output).items() if as_json else said in outcome.output
-
-
-def test_a_nan_is_found_in_a_loop_that_closes_over_an_array():
-    """The second log makes an inf of 0, and the third a NaN of the inf."""
-    loop = lambda x, w: jax.lax.scan(lambda carry, _: (jnp.log(carry) * w, None), x, length=3)[0]
-    found = origins(loop, x=jnp.ones(2), w=jnp.ones(2))
-    assert [(origin.kind, origin.primitive) for origin in found] == [("inf", "log"), ("nan", "log")]

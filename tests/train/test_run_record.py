@@ -1,5 +1,7 @@
 """What processes compare: options, flags and versions as text, checksums of arrays, and the calls that are new."""
 
+import json
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -7,19 +9,41 @@ import numpy as np
 import optax
 import pytest
 from conftest import mesh_of
+from hypothesis import given
+from hypothesis import strategies as st
 
 from zerojax import Offload, Tuning, zero_shard
+from zerojax.comm.processes import EVENTS, Processes
+from zerojax.train import same_run
+from zerojax.train.arguments import packed
 from zerojax.train.same_run import (
     SameCalls,
     checksum_of_array,
     checksums,
     comparable,
     environment,
+    first_difference,
+    require_same,
+    require_same_run,
     run_record,
     signature_of,
 )
 
 PARAMS = {"w": jnp.ones((16, 8)), "b": jnp.ones(3)}
+RECORDS = st.lists(st.dictionaries(st.sampled_from("abc"), st.sampled_from("xy"), max_size=3), min_size=1, max_size=4)
+
+
+@pytest.fixture
+def two(monkeypatch):
+    """Make this process the first of two. The other one says what `answer` makes of the text of this one."""
+
+    def make(answer):
+        monkeypatch.setattr(jax, "process_count", lambda: 2)
+        monkeypatch.setattr(same_run, "is_of_all", lambda mesh: True)
+        monkeypatch.setattr(EVENTS, "begin", lambda topic: None)
+        monkeypatch.setattr(Processes, "exchange", lambda self, topic, text: [text, answer(text)])
+
+    return make
 
 
 def test_flags_are_compared_in_any_order_and_those_of_one_host_are_not(monkeypatch):
@@ -102,3 +126,63 @@ def test_each_bit_counts():
 def test_keys_and_numbers_have_checksums_and_words_have_none():
     found = checksums({"args": {"key": jax.random.key(0), "rate": 0.5, "name": "word"}})
     assert sorted(found) == ["the checksum of args['key']", "the checksum of args['rate']"]
+
+
+def test_a_new_call_is_compared(two):
+    calls, said = SameCalls(zero_shard(optax.sgd(1.0), stage=1, mesh=mesh_of(8)).config, "step", {"a": 1}), []
+    two(lambda text: said.append(text) or text)
+    args = packed((True, jnp.ones(3)))
+    assert calls.is_new(None, {"x": np.ones((8, 2), np.float32)}, args, jnp.int32(5))
+    assert not calls.is_new(None, {"x": np.ones((8, 2), np.float32)}, args, jnp.int32(6))
+    call, values = map(json.loads, said)
+    assert call == {
+        "options": "{'a': 1}",
+        "step": "5",
+        "['batch']['x']": "float32[8, 2]",
+        "['args'][1]": "float32[3]",
+        "constant arguments": "[True]",
+    }
+    assert [*values] == ["the checksum of args[1]"]
+    program = jax.jit(lambda x: x + 1)
+    two(lambda text: "another program")
+    with pytest.raises(ValueError, match=r"the programs of process 1 differ from that of process 0"):
+        calls.call(program, 1, is_new=True)
+
+
+def test_a_run_that_another_process_begins_otherwise_is_refused(two):
+    tx = zero_shard(optax.sgd(1.0), stage=1, mesh=mesh_of(8))
+    plan = tx.create(PARAMS).plan
+    two(lambda text: text)
+    require_same_run(tx.config, plan)
+    two(lambda text: text.replace("[16, 8]", "[16, 9]"))
+    with pytest.raises(ValueError, match=r"params\['w'\] is float32\[16, 9\], .*, not float32\[16, 8\]"):
+        require_same_run(tx.config, plan)
+
+
+def test_what_differs_is_named_three_at_most(two):
+    mine = dict.fromkeys("abcde", "1")
+    require_same("begin", mine)  # alone
+    two(lambda text: json.dumps({**mine, "a": "2"}))
+    with pytest.raises(ValueError, match=r"do not begin alike\. On process 1, unlike 0: a is 2, not 1\. Give"):
+        require_same("begin", mine)
+    two(lambda text: json.dumps({"a": "1"}))
+    with pytest.raises(ValueError, match=r"b is missing, not 1; c is missing.*; d is missing, not 1; and 1 more\."):
+        require_same("begin", mine)
+    require_same("begin", mine, partial=True)
+    two(lambda text: json.dumps(mine))
+    require_same("begin", mine)
+
+
+@given(RECORDS, st.booleans())
+def test_a_difference_is_one_and_none_is_missed(records, partial):
+    found = first_difference(records, partial=partial)
+    names = {name for record in records for name in record}
+    said = lambda name: {record.get(name) for record in records} - ({None} if partial else set())
+    assert (found is None) == all(len(said(name)) <= 1 for name in names)
+    if found:
+        index, reference, differ = found
+        assert reference < index
+        assert differ
+        for name in differ:
+            assert records[reference].get(name) != records[index].get(name)
+            assert not partial or (name in records[reference] and name in records[index])
