@@ -165,6 +165,10 @@ def test_states_and_gradients_are_logical_too(options, stored):
 def test_shapes_and_explicit_meshes(stored):
     shapes = zerojax.logical(transformation().shard(jax.eval_shape(model)))
     chex.assert_trees_all_equal_shapes_and_dtypes(shapes, model())
+    on_host, plain = transformation(offload=Offload(optimizer="host")), optax.adam(1e-2).init(model())
+    state = zerojax.logical(on_host.create(jax.eval_shape(model)))
+    chex.assert_trees_all_equal_shapes_and_dtypes(state.opt_state, plain)
+    chex.assert_trees_all_equal(jax.device_get(zerojax.logical(on_host.create(model())).opt_state), plain)
     mesh = mesh_of(7, kind=jax.sharding.AxisType.Explicit)
     on_explicit = transformation(mesh=mesh).shard(model())
     for found in (zerojax.logical(on_explicit), jax.jit(zerojax.logical)(on_explicit)):

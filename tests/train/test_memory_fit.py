@@ -19,6 +19,7 @@ import zerojax
 from zerojax import Offload, zero_shard
 from zerojax.inspect.hlo import peak_bytes
 from zerojax.train import fitting
+from zerojax.train.step_program import StepOptions
 
 WIDTH, LAYERS = 64, 4
 
@@ -175,6 +176,11 @@ def test_only_device_memory_counts(mesh):
     assert [*map(fitting._bytes_per_device, [*placed, shape(5, 3), 1.0])] == [12, 0, 60, 0]
 
 
+def test_a_block_is_divided_over_the_devices_in_global_view(mesh):
+    found = {view: fitting.devices_of_a_block(made(mesh, view=view)[0].config) for view in ("global", "device")}
+    assert found == {"global": 8, "device": 1}
+
+
 @pytest.mark.slow
 def test_with_enough_memory_the_program_is_the_plain_one(mesh):
     tx, loss, state = made(mesh)
@@ -211,11 +217,30 @@ def test_a_checkpoint_of_the_user_is_respected(mesh):
         tx.train_step(loss, memory=own - 1).memory_fit(state, BATCH)
 
 
-def test_memory_is_checked_where_it_is_given(mesh):
-    tx, loss, _ = made(mesh)
-    for memory, error in (("many", ValueError), (0, ValueError), ([1], TypeError)):
-        with pytest.raises(error, match=r"train_step\(memory=\)"):
-            tx.train_step(loss, memory=memory)
+@pytest.mark.parametrize(
+    ("error", "message", "options"),
+    [
+        (ValueError, r"train_step\(memory=\)", {"memory": "many"}),
+        (ValueError, r"train_step\(memory=\)", {"memory": 0}),
+        (TypeError, r"train_step\(memory=\)", {"memory": [1]}),
+        (TypeError, "timeout is a number of seconds", {"timeout": True}),
+        (ValueError, "must be above 0 seconds", {"timeout": 0}),
+        (ValueError, "max_skips counts steps", {"max_skips": -1}),
+        (ValueError, "accumulate counts microbatches", {"accumulate": 0}),
+    ],
+)
+def test_an_option_is_checked_where_it_is_given(error, message, options):
+    with pytest.raises(error, match=message):
+        StepOptions(**options)
+    StepOptions(memory="auto", timeout=0.5, max_skips=0)
+
+
+def test_the_memory_of_a_device_that_does_not_tell_it_must_be_given(mesh):
+    tx, loss, state = made(mesh)
+    with pytest.raises(ValueError, match="does not tell how much"):
+        tx.train_step(loss, memory="auto").memory_fit(state, BATCH)
+    told = types.SimpleNamespace(local_devices=[types.SimpleNamespace(memory_stats=lambda: {"bytes_limit": 5})])
+    assert fitting.device_bytes(types.SimpleNamespace(mesh=told)) == 5
 
 
 WIDE = 1024

@@ -10,10 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import mesh_of
+from conftest import mesh_of, shape
 
 from zerojax import Offload, Tuning, collectives, zero_shard
 from zerojax.metrics import Mean, PerRow, Replicated, Sum
+from zerojax.train.optional_outputs import norms_of_update
 
 PARAMS = {"w": jnp.ones((16, 64)), "v": jnp.ones((64, 3)), "learning_rate": jnp.ones(())}
 BATCH = jnp.ones((16, 16))
@@ -95,6 +96,18 @@ def test_a_step_tells_how_far_each_parameter_moved():
     found = collectives(step.lower(state, batch).compile())
     assert found
     assert max(array.elements for one in found for array in one.arrays) <= 16  # of this loss, a step sends only sums
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_padding_is_in_no_norm(stage):
+    tx = zero_shard(optax.sgd(0.1), stage=stage, mesh=mesh_of(7), tuning=Tuning(persist_below=20))
+    plan = tx.create({"w": shape(9, 51), "b": shape(23), "small": shape(3, 5)}).plan
+    assert {leaf.kind for leaf in plan.grads} == {"sharded", "flat"}
+    full = lambda value: [jnp.full(leaf.storage_shape, value) for leaf in plan.grads]
+    found = norms_of_update(plan, full(-2.0), dict(enumerate(full(1.0))))
+    for name, value in {"param_norms": 2, "update_norms": 3}.items():
+        wanted = [value * leaf.size**0.5 for leaf in plan.grads]
+        np.testing.assert_allclose(jax.tree.leaves(found[name]), wanted, rtol=1e-6)
 
 
 def marked(params, batch):

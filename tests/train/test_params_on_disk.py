@@ -133,7 +133,7 @@ STEPS = {
             "trainable": lambda path, _: "w" not in path,
             "precision": Precision(loss_scale=256.0),
             **dict.fromkeys(("mutable", "has_aux", "weighted", "leaf_norms", "skip_nonfinite"), True),
-            **{"accumulate": 2, "devices": 3, "steps": 2},
+            "accumulate": 2, "devices": 3, "steps": 2,
         },
     ),
     "microbatches": (LOSSES["one_by_one"], {"accumulate": 2}),

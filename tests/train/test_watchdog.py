@@ -1,5 +1,6 @@
 """A step that takes longer than it may ends its process, which says what it waits for."""
 
+import dataclasses
 import os
 import re
 import signal
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 
 import jax
 import jax.numpy as jnp
@@ -135,6 +137,24 @@ def test_a_limit_is_set_where_processes_would_wait_for_each_other(monkeypatch):
     monkeypatch.setattr(attachments, "is_of_all", lambda mesh: True)
     assert limit_of(None, mesh) == attachments.DEFAULT_S >= 600
     assert limit_of(float("inf"), mesh) is None
+
+
+def test_only_a_call_of_a_program_that_is_compiled_is_limited_from_its_start(monkeypatch):
+    events, placed = [], lambda: events.append("place")
+    monkeypatch.setattr(EVENTS, "limit", lambda event, limit, ends: events.append((limit, ends)))
+    monkeypatch.setattr(attachments, "require_same_programs", lambda config, what, lower: lower[0]())
+    traced = types.SimpleNamespace(trace=lambda state, rows, args: jax.jit(jnp.sin).trace(1.0))
+    for on_disk, first in ((False, ["place"]), (True, [])):
+        step, state = begin(timeout=5)
+        config = types.SimpleNamespace(params_on_disk=on_disk, mesh=step.config.mesh)
+        guard = attachments.Guard(dataclasses.replace(step.program, config=config), traced)
+        for expected in ([*first, "run", (5, True)], [(5, True), "run"]):
+            with guard.around(0, state, ROWS, placed, ()):
+                events.append("run")
+            assert events == expected
+            events.clear()
+    assert isinstance(begin(timeout=5)[0]._guard, attachments.Guard)
+    assert begin()[0]._guard is None
 
 
 @pytest.mark.slow
