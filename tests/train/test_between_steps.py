@@ -3,6 +3,7 @@
 Each program runs on a plain loop and on a sharded one, and their weights are equal.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -13,9 +14,10 @@ import pytest
 from conftest import mesh_of
 from flat_options import tuned
 
-from zerojax import Offload, Precision, zero_shard
+from zerojax import Offload, Precision, offload, zero_shard
+from zerojax.layout.leaf import is_chunked
+from zerojax.train.moved_state import donatable
 
-pytestmark = pytest.mark.slow
 tree_get, tree_set = optax.tree_utils.tree_get, optax.tree_utils.tree_set
 KEYS = jax.random.split(jax.random.key(0), 4)
 SHAPES = {"w": (16, 24), "v": (16, 24), "u": (7, 3), "b": (5,)}
@@ -186,6 +188,7 @@ def place(request):
     return tx, tx.train_step(loss)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", EQUAL, ids=lambda program: program.__name__)
 def test_the_weights_are_those_of_plain_jax(place, program):
     found = []
@@ -199,3 +202,23 @@ def test_the_weights_are_those_of_plain_jax(place, program):
     # A change of narrow parameters is rounded to bfloat16 once, and `average_two_states` averages rounded copies.
     close = functools.partial(np.testing.assert_allclose, rtol=2.0**-7, atol=3e-3)
     jax.tree.map(lambda plain, sharded: close(sharded, plain), *found)
+
+
+@pytest.mark.parametrize("place", ["host", "disk"])
+def test_an_array_that_occurs_twice_is_copied(tmp_path, place):
+    """Except the version of files, which all leaves on disk share."""
+    kept = Offload(place, path=tmp_path if place == "disk" else None)
+    tx = zero_shard(optax.trace(0.9), **tuned(stage=3, mesh=mesh_of(2), persist_below=16, offload=kept))
+    state = tx.create({"a": PARAMS["w"], "b": PARAMS["w"]})
+    (a, _), structure = jax.tree.flatten(state.opt_state, is_leaf=is_chunked)
+    aliased = dataclasses.replace(state, step=7, params={"a": state.params["a"], "b": state.params["a"]})
+    if place == "host":
+        aliased = dataclasses.replace(aliased, opt_state=structure.unflatten([a, a]))
+    found, leaves = donatable(aliased), jax.tree.leaves(aliased)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(found), jax.device_get(aliased))
+    copied = [(x, y) for x, y in zip(leaves, jax.tree.leaves(found), strict=True) if x is not y]
+    assert [getattr(x, "sharding", None) for x, _ in copied[1:]] == [y.sharding for _, y in copied[1:]]
+    assert copied[0][0] == copied[0][1] == 7
+    assert len(copied) == 2 + (len(a.chunks) if place == "host" else 0)
+    if place == "disk":
+        offload.close(state)

@@ -13,7 +13,9 @@ from flax.linen import fp8_ops
 from flax.training.train_state import TrainState
 
 from zerojax import Offload, Precision, Tuning, compat, report, zero_shard
-from zerojax.train.overwriting import Dependence, dependence
+from zerojax.layout.tree import layout_of
+from zerojax.train.loss import Loss, LossInputs, View
+from zerojax.train.overwriting import Dependence, dependence, without_scale
 
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 OWG = fp8_ops.OVERWRITE_WITH_GRADIENT
@@ -193,3 +195,23 @@ def test_a_derivative_is_linear_in_the_cotangent_and_a_statistic_does_not_depend
     jaxpr, _ = compat.opened(jax.make_jaxpr(backward)(8.0, [3.0, jnp.zeros(2)], jnp.arange(5.0)))
     found = dependence(jaxpr, [Dependence.LINEAR, *[Dependence.CONSTANT] * 3])
     assert found == [Dependence.LINEAR, Dependence.CONSTANT]
+
+
+@pytest.mark.parametrize(
+    ("options", "weighted", "accumulate", "divides"),
+    [
+        ({}, True, 2, True),
+        ({}, True, 1, False),
+        ({"precision": Precision.fp32(loss_scale=8.0)}, False, 1, True),
+        ({"precision": Precision.fp32()}, False, 2, False),
+    ],
+)
+def test_only_a_derivative_is_divided_by_the_cotangent(options, weighted, accumulate, divides):
+    params = {"extremes": jnp.zeros(2), "sums": jnp.ones(5), "w": jnp.ones((5, 41))}
+    fn = lambda p, batch: jnp.sum(observed(batch * p["sums"], p["extremes"]) @ p["w"])
+    loss = Loss((lambda p, batch: (fn(p, batch), 2.0)) if weighted else fn, weighted=weighted)
+    tx = zero(3, overwrite=lambda path, leaf: path != "w", **options)
+    view = View(tx.config, layout_of(tx.config, params), (), loss, accumulate)
+    values, given = [jnp.full(2, 8.0), jnp.full(5, 8.0)], jax.tree.leaves(tx.shard(params))
+    found = without_scale(view, values, LossInputs(given, None, jnp.ones((8, 5)), ()), jnp.float32(4))
+    assert [x.tolist() for x in found] == [[8.0] * 2, [8.0 / 4 if divides else 8.0] * 5]
