@@ -6,8 +6,10 @@ import numpy as np
 import optax
 import pytest
 from conftest import mesh_of
+from jax.sharding import NamedSharding, PartitionSpec
 
 from zerojax import Offload, Padded, Precision, Tuning, collectives, zero_shard
+from zerojax.train.eval_step import others_of
 
 PARAMS = {"w": jax.random.normal(jax.random.key(0), (13, 64)), "v": jax.random.normal(jax.random.key(1), (13, 7))}
 BATCH = jax.random.normal(jax.random.key(2), (16, 13))
@@ -50,6 +52,14 @@ def test_eval_step_gathers_each_parameter_once_and_computes_in_its_types():
     found = [c.kind for c in collectives(lowered.compile())]
     assert set(found) == {"all-gather"}
     assert step(tx.create(PARAMS).params, BATCH)["out"].dtype == jnp.bfloat16
+
+
+def test_axes_that_divide_parameters_are_found_outside_of_the_program():
+    mesh = mesh_of(2, 4, names=("data", "model"))
+    tx = zero_shard(optax.sgd(1.0), stage=3, mesh=mesh, tuning=Tuning(persist_below=20))
+    columns = jax.device_put(PARAMS["w"], NamedSharding(mesh, PartitionSpec(None, "model")))
+    assert others_of(tx.config, {**PARAMS, "w": columns}) == ((), (None, "model"))
+    assert others_of(zero().config, PARAMS) == ()
 
 
 def test_parameters_of_another_model_are_logical_in_a_loss():

@@ -89,11 +89,10 @@ def eval_step(config: Config, fn: Callable) -> Callable:
 
 
 def others_of(config: Config, params: PyTree) -> tuple:
-    """Return the mesh axes, other than data axes, that divide each parameter (`Leaf.others`); () if there are none.
+    """Return the mesh axes, other than data axes, that divide each parameter (`Leaf.others`); () without such axes.
 
     Arrays under `jax.jit` do not show these axes. `config` must not be a copy, because a copy has no sharding plans.
     """
     if not (config.data.compiler_axes or config.data.experts):
         return ()
-    others = tuple(leaf.others for leaf in layout_of(config, params).params)
-    return others if any(others) else ()
+    return tuple(leaf.others for leaf in layout_of(config, params).params)

@@ -303,8 +303,8 @@ class JittedStep:
 
     @functools.cached_property
     def _nested(self) -> Any:
-        # A jitted function with compiler options cannot be called in another one.
-        return jax.jit(self.step, donate_argnums=0)
+        # A jitted function with compiler options cannot be called in another one. The outer program decides on donation.
+        return jax.jit(self.step)
 
     def trace(self, state: ZeroState, rows: Any, args: tuple) -> Any:
         return self.whole.trace(state, rows, *args)
