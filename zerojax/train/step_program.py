@@ -303,7 +303,7 @@ class JittedStep:
 
     @functools.cached_property
     def _nested(self) -> Any:
-        # A jitted function with compiler options cannot be called in another one. The outer program decides on donation.
+        # A jitted function with compiler options cannot be called in another one. The outer program donates.
         return jax.jit(self.step)
 
     def trace(self, state: ZeroState, rows: Any, args: tuple) -> Any:
