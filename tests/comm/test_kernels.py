@@ -12,11 +12,14 @@ import kernels
 import numpy as np
 import optax
 import pytest
+from conftest import mesh_of
 from jax.sharding import NamedSharding, PartitionSpec
 from kernel_registry import KERNELS, MLP, QKV, TIME, WIDTH, Kernel, Where, heads, merged, norm, plain_head, plain_layer
 
 from zerojax import Precision, Tuning, Wire, check, collectives, logical, rows, zero_shard
-from zerojax.comm.collectives import LABEL
+from zerojax.comm.collectives import LABEL, Collectives
+from zerojax.comm.own_rows import on_own_rows
+from zerojax.dims import NOWHERE, on_dim
 
 QUICK = [("kernel in a scan", 2), ("product without types", 3), ("experts per device", 2), ("lost", 1)]
 
@@ -244,3 +247,42 @@ def test_rows_changes_nothing_without_zerojax():
     assert jax.jit(rows).lower(x).as_text() == plain.replace("jit__lambda", "jit_rows")
     with pytest.raises(ValueError, match=r"rows\(x, dim=2\) was called on an array of shape \(3, 4\)"):
         rows(x, 2)
+
+
+def carried(step):
+    """`step` in a loop that also scans over something and makes an array of each iteration."""
+    return lambda x: jax.lax.scan(lambda c, n: (step(c) * n, c), x, jnp.arange(3.0))
+
+
+def ruled(step):
+    op = jax.custom_vjp(step)
+    op.defvjp(lambda x: (op(x), x), lambda x, g: (g * jnp.cos(x),))
+    return lambda x: jax.vjp(op, x)[0]
+
+
+PLACES = {
+    "alone": lambda step: step,
+    "call": jax.jit,
+    "remat": jax.checkpoint,
+    "loop": carried,
+    "branch": lambda step: lambda x: jax.lax.cond(x[0, 0] > 0, step, lambda x: x, x),
+    "forward pass that calls its own derivative rule": ruled,
+}
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_kernel_is_divided_wherever_it_stands(place):
+    divided = []
+
+    class Recording(Collectives):
+        def per_shard(self, fn, values, dims, out_dims, axes):
+            divided.append((dims, out_dims, axes))
+            return values
+
+    kernel = kernels.blocked(lambda x: (jnp.sin(x),))
+    closed = jax.make_jaxpr(PLACES[place](lambda x: kernel(x)[0]))(jnp.ones((8, 4)))
+    found = on_own_rows(closed, [on_dim(0)], Recording(("data",), mesh=mesh_of(2)))
+    assert set(divided) == {((0,), (0,), ("data",))}
+    assert (found.in_avals, found.out_avals) == (closed.in_avals, closed.out_avals)
+    divided.clear()
+    on_own_rows(closed, [NOWHERE], Recording(("data",), mesh=mesh_of(2)))
+    assert not divided

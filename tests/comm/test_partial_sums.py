@@ -1,15 +1,19 @@
 """What follows a partial sum in a backward pass: linear operations keep it divided, and any other operation sums it."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import mesh_of
+from engine_helpers import QUICK
 from jax.experimental.sparse import BCOO
+from jax.sharding import PartitionSpec as P
 
 from zerojax.comm import partial_sums
 from zerojax.comm.partial_sums import BackwardOptions, PartialSum, as_summands, evaluate_backward
-from zerojax.dims import NOWHERE, Place, Places
+from zerojax.dims import NOWHERE, UNKNOWN, Place, Places, on_dim
 
 WORKERS = 4
 OTHER = jnp.arange(6.0).reshape(2, 3) - 2
@@ -94,3 +98,78 @@ def test_a_sum_over_rows_that_every_row_reads_again_is_no_partial_sum(monkeypatc
     args, rows = [jnp.ones((8, 3)), jnp.ones((8, 5))], [Places(frozenset({Place(0)}))] * 2
     evaluate_backward(jax.make_jaxpr(backward)(*args), args, four_workers(), grads=[0], rows=rows)
     assert summed == ["dot_general"]
+
+def mapped(after, axes=("data", "model")):
+    """A parameter's gradient in a `shard_map` over all devices, ended by a `psum` and something `after` it."""
+    run = lambda x, g: after(jax.lax.psum(x.T @ g, axes))
+    return jax.shard_map(run, mesh=mesh_of(4, 2, names=("data", "model")), in_specs=P(axes), out_specs=P())
+
+
+def ragged(x, g):
+    w, sizes = jnp.zeros((3, 3, 5)), jnp.array([7, 1, 8])
+    return jax.vjp(lambda w: jax.lax.ragged_dot(x, w, sizes), w)[1](g)[0]
+
+
+def convolved(x, g):
+    return jax.vjp(lambda w: jax.lax.conv(x, w, (1,), "SAME"), jnp.zeros((4, 2, 3)))[1](g)[0]
+
+
+def grouped(x, g):
+    return jax.lax.conv_general_dilated(x, g, (1,), "SAME", feature_group_count=2)
+
+
+HALF = jnp.array([0, 2] * 4)
+ROWS = [(8, 3), (8, 5)]
+# `(gradient, shapes of its operands, dims of the rows in them)`. None: the dim is not known, and what is assumed fits.
+GRADIENTS = {
+    "rows in an inner factor": (lambda x, g: x.reshape(16, 3).T @ g.reshape(16, 5), [(2, 8, 3), (2, 8, 5)], (1, 1)),
+    "rows of one operand": (lambda x, g: jnp.einsum("abi,abj->ij", x, g), [(4, 8, 3), (4, 8, 5)], (1, None)),
+    "no known rows": (lambda x, g: x.T @ g, ROWS, (None, None)),
+    "ragged product": (ragged, [(16, 3), (16, 5)], (0, 0)),
+    "convolution": (convolved, [(8, 2, 6), (8, 4, 6)], (0, 0)),
+    "lookup": (lambda i, g: jnp.zeros((3, 5)).at[:, jnp.abs(i).astype(int)].add(g.T), [(8,), (8, 3)], (0, 0)),
+    "lookup of constants": (lambda g: jnp.zeros((3, 5)).at[:, HALF].add(g), [(3, 8)], (1,)),
+    "lookup without known rows": (lambda g: jnp.zeros((5, 3)).at[HALF[: len(g)]].add(g), [(8, 3)], (None,)),
+    "sum": (lambda g: g.sum(1), [(3, 8)], (1,)),
+    "sum without known rows": (lambda g: g.sum((0, 1)), [(8, 3)], (None,)),
+    "linear after psum": (mapped(lambda y: (3 * -y.T / 2).astype(jnp.bfloat16)), ROWS, (0, 0)),
+}
+COMPLETE = {
+    "too few rows": (lambda x, g: x.T @ g, [(6, 3), (6, 5)], (None, None)),
+    "grouped convolution": (grouped, [(2, 8, 6), (4, 4, 6)], (None, None)),
+    "write into others": (lambda g: jnp.ones((5, 3)).at[HALF].add(g), [(8, 3)], (0,)),
+    "lookup of rows": (lambda g: jnp.zeros((8, 5)).at[:, HALF].add(g), [(8, 8)], (0,)),
+    "sum of each row": (lambda g: g.sum(1), [(8, 3)], (0,)),
+    "float8 after psum": (mapped(lambda y: y.astype(jnp.float8_e4m3fn)), ROWS, (0, 0)),
+    "divided by psum": (mapped(lambda y: 3 / y), ROWS, (0, 0)),
+    "split after psum": (mapped(lambda y: jnp.split(y, 3)[1]), ROWS, (0, 0)),
+}
+
+
+@functools.cache
+def backward_passes():
+    """Each gradient as it is left by the backward pass, that of all rows, and that of the first worker's rows."""
+    cases, rng = GRADIENTS | COMPLETE, np.random.default_rng(0)
+    how = BackwardOptions(mesh_of(WORKERS, 2, names=("data", "model")), ("data",))
+
+    def found(name, args):
+        fn, _, dims = cases[name]
+        rows = [UNKNOWN if d is None else on_dim(d) for d in dims]
+        (result,) = evaluate_backward(jax.make_jaxpr(fn)(*args), args, how, grads=[0], rows=rows)
+        if None not in dims or name in COMPLETE:
+            return result, fn(*args), None
+        return result, fn(*args), fn(*(jnp.split(x, WORKERS, dims[0] or 0)[0] for x in args))
+
+    # Sums of these numbers are exact.
+    given = {name: [rng.integers(-1, 2, x).astype(np.float32) for x in shapes] for name, (_, shapes, _) in cases.items()}
+    run = lambda given: {name: found(name, args) for name, args in given.items()}
+    return jax.jit(run, compiler_options=QUICK)(given)
+
+
+@pytest.mark.parametrize("name", [*GRADIENTS, *COMPLETE])
+def test_a_gradient_is_a_partial_sum_if_it_is_a_sum_over_rows(name):
+    found, expected, own = backward_passes()[name]
+    assert found.ndim == expected.ndim + (name in GRADIENTS)
+    np.testing.assert_array_equal(found.sum(0) if name in GRADIENTS else found, expected)
+    if own is not None:  # what is assumed decides which rows each worker sums
+        np.testing.assert_array_equal(found[0], own)

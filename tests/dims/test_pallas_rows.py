@@ -11,8 +11,6 @@ from jax.experimental import pallas as pl
 from jax.sharding import NamedSharding, PartitionSpec
 
 from zerojax import compat, zero_shard
-from zerojax.comm.collectives import Collectives
-from zerojax.comm.own_rows import on_own_rows
 from zerojax.dims import NOWHERE, on_dim
 from zerojax.dims.kernels import own_rows
 
@@ -109,20 +107,3 @@ def test_kernels_without_a_proof_are_not_divided(name):
 def test_a_kernel_of_parameters_is_not_divided():
     eqn, _ = split_of(PROVED["a row per program"])
     assert own_rows(eqn, [NOWHERE, NOWHERE], WORKERS) is None
-
-
-def test_a_kernel_is_divided_in_a_forward_pass_that_calls_its_own_derivative_rule():
-    row, whole = ((1, 6), lambda i: (i, 0)), ((6,), lambda i: (0,))
-    op = jax.custom_vjp(call(sine, (ROWS,), row, whole, row))
-    op.defvjp(lambda x, w: (op(x, w), (x, w)), lambda kept, g: (g * kept[1], g.sum(0)))
-    closed = jax.make_jaxpr(lambda x, w: jax.vjp(op, x, w)[0])(X, W)
-    divided = []
-
-    class Recording(Collectives):
-        def per_shard(self, fn, values, dims, out_dims, axes):
-            divided.append(out_dims)
-            return [values[0]]
-
-    comm = Recording(("data",), mesh=jax.make_mesh((WORKERS,), ("data",)))
-    on_own_rows(closed, [on_dim(0), NOWHERE], comm)
-    assert divided == [(0,)]

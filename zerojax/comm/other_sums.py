@@ -108,7 +108,7 @@ def _chain(atom: Any, made: dict, axes: tuple[str, ...]) -> tuple[Any, list] | N
         # Only what each worker computes by itself commutes with a sum over the workers.
         facts = jaxprs.facts(eqn)
         is_kept = facts.linear and facts.kind is not Kind.COLLECTIVE and jaxprs.is_linear(eqn)
-        if not is_kept or len(arrays) != 1 or dividing or not _is_float(eqn):
+        if not is_kept or len(arrays) != 1 or len(eqn.outvars) != 1 or dividing or not _is_float(eqn):
             return None
         atom = arrays[0]
     return None
@@ -126,8 +126,10 @@ def _applied(chain: Sequence, x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     x = lax.psum(x, remaining) if remaining else x
     for eqn in chain[1:]:
         if eqn.primitive.name != "pvary":
-            with names.at(eqn):
-                (x,) = compat.evaluate_one(eqn, [atom.val if compat.is_literal(atom) else x for atom in eqn.invars])
+            # With `check_vma`, a primitive refuses a constant, which is equal on all workers, with `x`, which is not.
+            operands = [lax.pcast(v.val, axes, to="varying") if compat.is_literal(v) else x for v in eqn.invars]
+            with names.at(eqn), eqn.ctx.manager:
+                x = eqn.primitive.bind(*operands, **eqn.params)
     return x
 
 
