@@ -269,6 +269,7 @@ PLACES = {
     "forward pass that calls its own derivative rule": ruled,
 }
 
+
 @pytest.mark.parametrize("place", PLACES)
 def test_a_kernel_is_divided_wherever_it_stands(place):
     divided = []

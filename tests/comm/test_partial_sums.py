@@ -99,6 +99,7 @@ def test_a_sum_over_rows_that_every_row_reads_again_is_no_partial_sum(monkeypatc
     evaluate_backward(jax.make_jaxpr(backward)(*args), args, four_workers(), grads=[0], rows=rows)
     assert summed == ["dot_general"]
 
+
 def mapped(after, axes=("data", "model")):
     """A parameter's gradient in a `shard_map` over all devices, ended by a `psum` and something `after` it."""
     run = lambda x, g: after(jax.lax.psum(x.T @ g, axes))
@@ -161,7 +162,9 @@ def backward_passes():
         return result, fn(*args), fn(*(jnp.split(x, WORKERS, dims[0] or 0)[0] for x in args))
 
     # Sums of these numbers are exact.
-    given = {name: [rng.integers(-1, 2, x).astype(np.float32) for x in shapes] for name, (_, shapes, _) in cases.items()}
+    given = {
+        name: [rng.integers(-1, 2, x).astype(np.float32) for x in shapes] for name, (_, shapes, _) in cases.items()
+    }
     run = lambda given: {name: found(name, args) for name, args in given.items()}
     return jax.jit(run, compiler_options=QUICK)(given)
 
