@@ -17,7 +17,7 @@ def leaf(*shape, dim, dtype=np.float32):
 
 # Two of one type and two of others. No sharded dim can be divided evenly over eight devices.
 LEAVES = [leaf(3, 5, dim=1), leaf(6, 3, dim=0), leaf(2, 7, dim=1, dtype=np.int32), leaf(5, dim=0, dtype=np.int8)]
-OUTS = [leaf(6, 5, dim=1), leaf(2, 7, dim=1, dtype=np.int32)]
+OUTS = [leaf(6, 5, dim=1), leaf(2, 7, dim=0, dtype=np.int32)]
 
 
 def of_one(a, b, c, d, small, shared):

@@ -170,8 +170,7 @@ def dim_of(leaf: Leaf) -> int:
 
 def _repeated(stack: Array, slots: int) -> Array:
     """Repeat the items of `stack` until there are `slots` items, so that no owner computes with zeros."""
-    times = -(-slots // stack.shape[0])
-    return stack if stack.shape[0] == slots else jnp.concatenate([stack] * times)[:slots]
+    return jnp.resize(stack, (slots, *stack.shape[1:]))
 
 
 def _merged(x: Array, dim: int) -> Array:
