@@ -14,7 +14,6 @@ from zerojax.comm import processes
 from zerojax.comm.processes import AGAIN, NOTICE, STATE, Call, Events, Processes
 
 
-
 class World:
     """The coordination service, the clock and the exit of this process, which is the first of `count`.
 
