@@ -291,7 +291,7 @@ def sum_per_worker(eqn: Any, divided: Divided, values: Sequence, how: BackwardOp
             values[2] = local_sizes(values[2], values[0].shape[divided[0].dim], how.axes)
         return eqn.primitive.bind(*values, **params)[None]
 
-    specs = tuple(dim_spec(None if p is None else p.dim + p.is_split, how.axes) for p in divided)
+    specs = tuple(dim_spec(None if p is None else p.dim + (1 if p.is_split else 0), how.axes) for p in divided)
     out_specs = dim_spec(0, how.axes)
     return mapped(of_one, mesh=how.mesh, in_specs=specs, out_specs=out_specs, axis_names={*how.axes})(*values)
 

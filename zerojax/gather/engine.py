@@ -94,7 +94,7 @@ def run_forward(program: Program, args: Sequence, active: Sequence[bool] | None,
     is_offloaded = lambda x: compat.in_host_memory(jax.typeof(x))
     for index, segment in enumerate(program.segments):
         moving = set() if live.isdisjoint(segment.results) else live.intersection(segment.sources)
-        with segment.entered(*["jvp"] * bool(moving)):
+        with segment.entered("jvp") if moving else segment.entered():
             results, new = segment.forward(gathers, moving)
         if segment.params:
             results = gathers.finish(results) if segment.waits_for_next else results
@@ -125,11 +125,13 @@ def gather_groups(segments: Sequence[Segment], limit: int) -> list[int]:
     for segment in segments:
         is_block = isinstance(segment, BlockSegment) and not segment.lasting
         new = {param.key: param.leaf.bytes for param in segment.params}
-        largest, alone = max(largest, sum(new.values())), sum(new.values())
-        joins = is_block and held is not None and sum((held | new).values()) <= max(limit, largest)
-        largest = largest if joins else alone
-        groups.append((groups[-1] if groups else -1) + (not joins))
-        held = (held or {}) | new if joins else new if is_block else None
+        alone = sum(new.values())
+        if is_block and held is not None and sum((held | new).values()) <= max(limit, largest, alone):
+            groups.append(groups[-1])
+            held, largest = held | new, max(largest, alone)
+        else:
+            groups.append(groups[-1] + 1 if groups else 0)
+            held, largest = (new if is_block else None), alone
     return groups
 
 

@@ -246,8 +246,8 @@ class Decisions:
             return i < loop.consts or (i >= loop.consts + loop.carry and self.params[var].leaf.dim != 0)
 
         early = gathering(v for i, v in enumerate(eqn.invars) if v in site.touched and not stays_sharded(i, v))
-        self.drafts += [early] * bool(early.gathers)
-        self.drafts.append(Draft(ScanSegment, [eqn], reads=early.gathers))
+        loop_draft = Draft(ScanSegment, [eqn], reads=early.gathers)
+        self.drafts += [early, loop_draft] if early.gathers else [loop_draft]
 
     def _root_of(self, reads: Sequence) -> Any:
         """Return the variable of the parameter from which `reads` are computed; None for no or several parameters."""

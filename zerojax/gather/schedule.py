@@ -98,7 +98,7 @@ class GatherScheduler:
         segment that gathered. The gathers, but not the segment, then also wait for one variable of the `frontier`, and
         replace its value in `beside`. In the first block of a pass, the frontier is empty, so `beside` has no effect.
         """
-        due, last = [], self.groups[self.position] + ahead * self.options.prefetch
+        due, last = [], self.groups[self.position] + (self.options.prefetch if ahead else 0)
         for use in range(self._next, bisect.bisect_right(self.groups, last)):
             # A later gather must wait if it reads a slice whose index is not computed yet.
             if use > self.position and not all(v in self.env for p in self.params[use] for v in p.operands):
@@ -228,18 +228,15 @@ class GradScheduler:
         `REDUCED` gradients are accumulated. If `flush` is true, gradients do not wait for the rest of their group.
         """
         queue = [dataclasses.replace(pending, value=x) for pending, x in zip(self._queue, due, strict=True)]
-        for pending in queue:
-            if pending.state is GradState.REDUCED:
-                self._accumulate(pending)
-        scattered, computed = (
-            [pending for pending in queue if pending.state is state]
-            for state in (GradState.SCATTERED, GradState.COMPUTED)
-        )
+        in_state = lambda state: [pending for pending in queue if pending.state is state]
+        for pending in in_state(GradState.REDUCED):
+            self._accumulate(pending)
         # A block of frozen parameters, which adds no gradients, may end the group. So the block says when waiting ends.
         waits = self.group_continues and not flush
-        computed = [*self._waiting, *computed]
+        computed = [*self._waiting, *in_state(GradState.COMPUTED)]
         self._waiting = computed if waits else []
-        self._queue = [*self._reduced_across(scattered), *self._scattered([] if waits else computed)]
+        reduced = self._reduced_across(in_state(GradState.SCATTERED))
+        self._queue = [*reduced, *self._scattered([] if waits else computed)]
 
     def add_others(self, variables: Sequence, cotangents: Sequence) -> None:
         """Add the cotangents of a block's other inputs, which are not gathered."""

@@ -88,7 +88,7 @@ def _of_segment(program: Program, segment: Segment) -> Iterator[Whole]:
             return
         path = max(segment.params, key=lambda param: param.leaf.bytes).leaf.path
         line = compat.line_of(segment.jaxpr.eqns[-1]) if segment.jaxpr.eqns else ""
-        path += f" {line}" * bool(line) + f" and {len(segment.params) - 1} more" * (len(segment.params) > 1)
+        path += (f" {line}" if line else "") + (f" and {more} more" if (more := len(segment.params) - 1) else "")
         yield Whole(path, bytes_of(segment.params), layers)
         return
     for param, var in zip(segment.params, segment.jaxpr.invars, strict=False):
