@@ -90,7 +90,7 @@ class TypedLoss:
 
 
 def on_one_device(config: Config) -> Config:
-    """Return a configuration in which a mesh with Explicit axes has one device, and the same axes, for a trace."""
+    """Return a copy of `config` for a trace on one device. A mesh with Explicit axes keeps its axes, with size 1."""
     mesh = config.user_mesh
     if not mesh.explicit_axes:
         return config

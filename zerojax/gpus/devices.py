@@ -209,7 +209,7 @@ class Device:
         return int(USABLE * self.memory) if memory is None else memory
 
     def fitted(self, memory: int | None) -> int:
-        """Return the bytes for a step with `memory="auto"`: `usable(memory)`, at most up to the limit `SCHEDULED`."""
+        """Return the bytes for a step with `memory="auto"`: `usable(memory)`, or fewer to keep collectives hidden."""
         return min(self.usable(memory), int(USABLE * SCHEDULED * self.memory))
 
     def rate(self, dtype: str) -> float:
