@@ -1,5 +1,7 @@
 """Layers that are alike are differentiated and lowered once, and what only looks alike is not mistaken for another."""
 
+import contextlib
+import functools
 from collections import Counter
 
 import chex
@@ -8,8 +10,9 @@ import jax.numpy as jnp
 import optax
 import pytest
 from conftest import mesh_of
+from test_rules import W, reading
 
-from zerojax import Tuning, block, signatures, zero_shard
+from zerojax import Tuning, block, compat, names, signatures, zero_shard
 from zerojax.train.checked import nested
 
 WIDTH, LAYERS = 16, 5
@@ -53,6 +56,31 @@ def test_what_is_alike_is_one_program(view, around, scale_of, uses):
     expected = jax.value_and_grad(loss)(PARAMS, ROWS)
     found, grads = grad(shards, ROWS)
     chex.assert_trees_all_close((found, tx.unshard(grads)), expected, rtol=1e-5, atol=1e-7)
+
+
+def test_scopes_in_which_layers_differ_are_those_of_the_call():
+    """The third product of a layer is one scope deeper in the first layer, and the second is the same in both."""
+    paths = [["net/a/mlp", "net", "net/in"], ["net/b/mlp", "net", "net"]]
+
+    def layer(x, w, scopes):
+        for path in scopes:
+            with contextlib.ExitStack() as stack:
+                for scope in path.split("/"):
+                    stack.enter_context(jax.named_scope(scope))
+                x = x @ w
+        return x
+
+    def loss(v, w, x):
+        for matrix, scopes in zip((v, w), paths, strict=True):
+            x = jax.checkpoint(functools.partial(layer, scopes=scopes))(x, matrix)
+        return x.sum()
+
+    one, other = reading(loss, W, W)
+    assert one.jaxpr is other.jaxpr
+    in_words = lambda scopes: "/".join(scope.name for scope in scopes)
+    (remat,) = one.jaxpr.eqns
+    assert [in_words(names.scopes_of(eqn)) for eqn in compat.inner_jaxprs(remat)[0].eqns] == ["mlp", "net", ""]
+    assert [in_words(segment.scope) for segment in (one, other)] == ["net/a+in", "net/b"]
 
 
 TABLES = jnp.ones(3), jnp.ones(3)

@@ -2,11 +2,14 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from engine_helpers import lay_out
 from jax import lax
 
+from zerojax import jaxprs, names
 from zerojax.gather.planner import PASSES, Inlined, inlined
+from zerojax.gather.unrolled import unrolled
 
 SIZE = 16
 W, V = (jax.ShapeDtypeStruct((SIZE, SIZE), jnp.float32) for _ in range(2))
@@ -82,3 +85,32 @@ def test_no_pass_overlooks_what_its_cheap_test_does_not_show_at_once(name, fn):
     found = next(optional for optional in PASSES if optional.__name__ == name)(loss)
     assert found is not None
     assert text_of(loss.rewritten(*found)) != text_of(loss)
+
+
+def test_a_scan_over_stacks_on_disk_calls_one_function_per_row():
+    """Rows of another operand are sliced before the first call. A scan that reads another parameter stays a scan."""
+
+    def layer(carry, rows):
+        x, i = carry
+        x = jnp.tanh(x @ rows[0] + rows[1] * i)
+        return (x, i + 1), (x, i)
+
+    def loss(on_disk, other, x):
+        found = lax.scan(layer, (x, 0), (on_disk, jnp.arange(1.0, 4)), reverse=True)
+        found += lax.scan(layer, (x, 0), (on_disk, x.sum(0)[:3]))
+        step = lambda x, rows: (sum(rows, x), None)
+        return found, [lax.scan(step, x, rows)[0] for rows in ((other,), (on_disk, other), (on_disk[:0],))]
+
+    stack = jnp.sin(jnp.arange(48.0)).reshape(3, 4, 4)
+    args = stack, jnp.cos(stack), stack[0]
+    closed = jax.make_jaxpr(loss)(*args)
+    found, consts = unrolled(closed.jaxpr, closed.jaxpr.invars[:2], closed.jaxpr.invars[:1])
+    assert [eqn.primitive.name for eqn in found.eqns].count("scan") == 3
+    calls = [i for i, eqn in enumerate(found.eqns) if names.is_block(eqn)]
+    assert len(calls) == 6
+    assert len({id(found.eqns[i].params["jaxpr"]) for i in calls}) <= 2
+    reads = [eqn.invars[0] for eqn in found.eqns[calls[0] : calls[2]] if eqn.primitive.name == "slice"]
+    assert set(reads) == {found.invars[0]}
+    run = jax.jit(lambda *args: (jaxprs.run(found, consts, *args), loss(*args)))
+    for one, plain in zip(*map(jax.tree.leaves, run(*args)), strict=True):
+        np.testing.assert_allclose(one, plain, rtol=1e-6)

@@ -2,11 +2,14 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from conftest import mesh_of
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
+from zerojax import jaxprs
+from zerojax.gather.known_parts import divided
 from zerojax.gather.vjp import KnownRows, traced_passes
 
 ROWS, SIZE = 16, 64
@@ -45,3 +48,16 @@ def test_nothing_that_the_gathered_weight_gives_is_kept(name):
     assert sum(size > X.size for size in saved) == SAVED_OF_THE_WEIGHTS_SIZE.get(name, 0)
     assert passes.needed == {0}
     assert passes.needed_others == {0}
+
+
+def test_the_parts_of_a_shard_map_compute_what_it_computes():
+    specs = {"in_specs": (P(None, "data"), P("data"), P()), "out_specs": (P(None, "data"), P(), P("data"), P())}
+    body = lambda w, x, b: (2 * w, 0 * w.sum() * x.sum(), x * b, jnp.cos(b))
+    fn = jax.shard_map(body, mesh=mesh_of(8), check_vma=False, **specs)
+    args = W, X, jnp.arange(float(SIZE))
+    jaxpr = jax.make_jaxpr(fn)(*args).jaxpr
+    found = divided(jaxpr, [jaxpr.invars[0], jaxpr.invars[2]])
+    assert [(len(eqn.invars), len(eqn.outvars)) for eqn in found.eqns] == [(2, 2), (3, 2)]
+    for one, plain in zip(jax.jit(jaxprs.run, static_argnums=0)(found, (), *args), fn(*args), strict=True):
+        np.testing.assert_array_equal(one, plain)
+    assert divided(jaxpr, ()) is jaxpr

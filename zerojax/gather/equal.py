@@ -67,12 +67,8 @@ def _with_inner_apart(same: Sequence) -> tuple[Any, list[tuple]]:
 
 def _differing(stacks: Sequence[tuple]) -> int:
     """Return how many of the outermost scopes must be removed so that all `stacks` are equal."""
-    first, size = stacks[0], max(map(len, stacks))
-    if all(stack is first or stack == first for stack in stacks):
-        return 0
-    if any(len(stack) < size for stack in stacks):
-        return size
-    return max(i + 1 for i in range(size) if any(stack[i] != first[i] for stack in stacks))
+    depths = enumerate(itertools.zip_longest(*stacks), 1)
+    return max((depth for depth, same in depths if len({*same}) > 1), default=0)
 
 
 def _joined(paths: Sequence[tuple]) -> tuple:
