@@ -46,20 +46,28 @@ def test_an_offloaded_array_is_loaded_and_replaced():
     assert loaded.sharding == x.sharding
 
 
-def test_a_copy_in_host_memory_shares_no_memory_with_the_original():
-    sharding = NamedSharding(mesh_of(8), P("data"), memory_kind=host_kind(mesh_of(8)))
-    first = storage.place_array(np.arange(64.0, dtype=F32), sharding)
+@pytest.mark.parametrize("kind", ["device", host_kind])
+def test_a_placed_copy_shares_no_memory_with_the_original(kind):
+    kind = kind if kind == "device" else kind(mesh_of(8))
+    sharding, numbers = NamedSharding(mesh_of(8), P("data"), memory_kind=kind), np.arange(64.0, dtype=F32)
+    first = storage.place_array(numbers, sharding)
+    numbers[:] = 0
     second = storage.place_array(first, sharding)
     assert first.sharding == second.sharding == sharding
     pointers = [{shard.data.unsafe_buffer_pointer() for shard in x.addressable_shards} for x in (first, second)]
     assert not pointers[0] & pointers[1]
+    back = storage.place_array(first, sharding.with_memory_kind("device"))
     first.delete()
-    np.testing.assert_array_equal(second, np.arange(64.0))
+    for copy in (second, back):
+        np.testing.assert_array_equal(copy, np.arange(64.0))
 
 
-def test_a_flat_array_has_its_logical_shape_without_padding():
-    flat = Leaf("", (2, 3), F32, ("data",), 8, kind="flat")
-    np.testing.assert_array_equal(storage.in_logical_shape(jnp.arange(8.0), flat), jnp.arange(6.0).reshape(2, 3))
+def test_numbers_and_their_shapes_are_replicated():
+    tree, mesh = [3, np.ones(2), jnp.ones(2, jnp.bfloat16)], mesh_of(8)
+    for shapes in (False, True):
+        placed = storage.place_replicated(mesh, tree, shapes=shapes)
+        assert [(x.shape, x.dtype) for x in placed] == [((), jnp.int32), ((2,), F32), ((2,), jnp.bfloat16)]
+        assert {x.sharding for x in placed} == {NamedSharding(mesh, P())}
 
 
 @pytest.mark.parametrize(
@@ -84,17 +92,17 @@ def test_padded_parameters_are_read_and_returned_in_the_form_of_another_stage():
     """Here 13 rows are padded to 16 and given in 14, as of another number of devices; and back."""
     of, x = leaf(13, 2), jnp.arange(26.0).reshape(13, 2)
     plain = dataclasses.replace(of, shape=(16, 2))
-    given = [Padded(storage.pad(x, 0, 14), (13, 2), 0), x, Padded(storage.pad(x, 0, 16), (13, 2), 0), jnp.ones((16, 2))]
-    forms = storage.padded_forms(given)
-    assert forms == ((0, 14), None, (0, 16), None)
-    leaves = [of, of, of, plain]
-    stored = storage.storage_leaves(given, leaves)
-    assert [x.shape for x in stored] == [(16, 2)] * 4
-    assert stored[2] is given[2].storage
-    layout = types.SimpleNamespace(treedef=jax.tree.structure([0] * 4), params=leaves)
-    jax.tree.map(np.testing.assert_array_equal, storage.unflatten_params(stored, layout, leaves, forms), given)
     flat = Leaf("", (2, 3), F32, ("data",), 8, kind="flat")
-    assert storage.storage_forms([*leaves, flat, leaf(5, dim=None)]) == ((0, 16),) * 3 + (None,) * 3
+    given = [Padded(storage.pad(x, 0, n), (13, 2), 0) for n in (14, 16)] + [x, jnp.ones((16, 2)), jnp.ones((2, 3))]
+    forms, leaves = storage.padded_forms(given), [of, of, of, plain, flat]
+    assert forms == ((0, 14), (0, 16), None, None, None)
+    stored = storage.storage_leaves(given, leaves)
+    assert [x.shape for x in stored] == [(16, 2)] * 4 + [(2, 3)], "a flat array is flattened on the devices"
+    assert stored[1] is given[1].storage
+    layout = types.SimpleNamespace(treedef=jax.tree.structure([0] * 5), params=leaves)
+    jax.tree.map(np.testing.assert_array_equal, storage.unflatten_params(stored, layout, leaves, forms), given)
+    assert storage.storage_forms([*leaves, leaf(5, dim=None)]) == ((0, 16),) * 3 + (None,) * 3
+    np.testing.assert_array_equal(storage.in_logical_shape(jnp.arange(8.0), flat), jnp.arange(6.0).reshape(2, 3))
 
 
 def test_a_gather_reaches_the_layout_of_each_target():
@@ -103,10 +111,8 @@ def test_a_gather_reaches_the_layout_of_each_target():
     config = Config(optax.sgd(1.0), 3, mesh, axis=("host", "gpu"))
     fine = Leaf("", (13, 2), F32, ("gpu", "host"), 8, kind="sharded", dim=0)
     coarse = dataclasses.replace(fine, axes=("gpu",), shards=4, further=2)
-    flat, whole = (
-        Leaf("", (3, 2), F32, ("gpu", "host"), 8, kind="flat"),
-        lambda x: dataclasses.replace(x, kind="replicated", dim=None),
-    )
+    flat = Leaf("", (3, 2), F32, ("gpu", "host"), 8, kind="flat")
+    whole = functools.partial(dataclasses.replace, kind="replicated", dim=None)
     x, small = jnp.arange(26.0).reshape(13, 2), jnp.arange(6.0).reshape(3, 2)
     put = lambda x, leaf: jax.device_put(in_storage_shape(x, leaf), NamedSharding(mesh, leaf.spec))
     stored = [put(x, fine), put(x, fine), put(small, flat)]
@@ -114,8 +120,10 @@ def test_a_gather_reaches_the_layout_of_each_target():
     for array, expected, spec in zip(found, (x, storage.pad(x, 0, 16), small), (P(), P("gpu"), P()), strict=True):
         np.testing.assert_array_equal(array, expected)
         assert array.sharding.spec == spec
-    one = dataclasses.replace(fine, axes=(), shards=1)
-    assert storage.gather(config, [x], [one], [one])[0] is x, "nothing is divided"
+    one, alone = (dataclasses.replace(of, axes=(), shards=1) for of in (fine, flat))
+    same, row = storage.gather(config, [x, jnp.arange(6.0)], [one, alone], [one, whole(alone)])
+    assert same is x, "nothing is divided"
+    np.testing.assert_array_equal(row, small)
 
 
 def test_parameters_are_cast_where_they_are():
@@ -132,6 +140,14 @@ def test_parameters_are_cast_where_they_are():
     moved = storage.return_to_host(config, {0: jnp.ones(16), 1: arrays[1]}, leaves)
     assert storage.is_on_host(moved[0])
     assert moved[1] is arrays[1]
+    needed = []
+    watched = types.SimpleNamespace(
+        mesh=mesh, offload=types.SimpleNamespace(check_host_memory=lambda *x: needed.append(x))
+    )
+    storage.check_host_room(watched, types.SimpleNamespace(params=leaves))
+    storage.check_host_room(watched, types.SimpleNamespace(params=leaves[1:]))
+    storage.check_host_room(Config(optax.sgd(1.0), 3, mesh), types.SimpleNamespace(params=leaves))
+    assert needed == [(mesh, 8)]
     pinned = jax.make_jaxpr(lambda arrays: storage.pin_to_plan(config, arrays, leaves))(arrays)
     assert [v in pinned.jaxpr.invars for v in pinned.jaxpr.outvars] == [True, False, False], "not those of the host"
 

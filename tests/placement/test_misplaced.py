@@ -5,6 +5,7 @@ import warnings
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from conftest import mesh_of, shape
@@ -14,7 +15,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zerojax import Offload, report, zero_shard
-from zerojax.placement.problems import problem_of, unusable_named
+from zerojax.layout.tree import lay_out
+from zerojax.placement.problems import misplaced, problem_of, unusable_named, warn_of_misplaced
 from zerojax.placement.storage import is_placed
 
 PARAMS = {"w": jnp.ones((16, 4)), "odd": jnp.ones(257), "small": jnp.ones((2, 3))}
@@ -100,6 +102,18 @@ def test_other_placements(mesh):
     assert found(on_host.shard({"w": w})["w"], on_host) == []
 
 
+def test_of_many_misplaced_arrays_three_are_named(mesh):
+    tx = transformation(mesh, SGD)
+    params = jax.device_put({f"w{i}": jnp.ones((16, 8)) for i in range(4)}, NamedSharding(mesh, P()))
+    leaves = lay_out(params, tx.config.layout_policy).params
+    for count, words in ((3, r"w2'\] \([^)]*\)\. They"), (4, r"w2'\] \([^)]*\) and 1 more\. They")):
+        some = {name: params[name] for name in list(params)[:count]}
+        with pytest.warns(UserWarning, match=rf"{count} arrays.*{words}") as found:
+            warn_of_misplaced([("params", some, leaves[:count])], ("data",), stacklevel=1)
+        assert found[0].filename == __file__
+    assert not misplaced(leaves[0], np.ones((16, 8)), ("data",))
+
+
 def test_an_array_that_cannot_be_used_is_named(mesh):
     used, ones, devices = jnp.ones(8), jnp.ones(8), jax.devices()
     used.delete()
@@ -127,5 +141,5 @@ def test_an_array_that_cannot_be_used_is_named(mesh):
 def test_only_an_error_of_an_unusable_array_is_replaced(donates, error, found, mesh):
     used = jnp.ones(8)
     used.delete()
-    with pytest.raises((type(error), ValueError), match=found), unusable_named(mesh, donates=donates, state=used):
+    with pytest.raises((type(error), ValueError), match=found), unusable_named(mesh, donates=donates, a=1, state=used):
         raise error

@@ -168,8 +168,7 @@ def place_array(x: Any, sharding: NamedSharding) -> Any:
 def copy_to_host(x: Any, sharding: NamedSharding) -> Any:
     """Copy one array to host memory. Wait for the copy, so that the device never holds two leaves at once."""
     # Copy through the device. Otherwise, the copy of an array in host memory would share the array's shards.
-    copy = jax.device_put(to_device(x) if isinstance(x, jax.Array) else owned(x), sharding)
-    return copy if isinstance(copy, jax.core.Tracer) else jax.block_until_ready(copy)
+    return jax.block_until_ready(jax.device_put(to_device(x) if isinstance(x, jax.Array) else owned(x), sharding))
 
 
 def cast_params(config: Config, layout: Layout, arrays: list, like: Sequence[Leaf]) -> list:
