@@ -9,8 +9,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from zerojax import jaxprs
+from zerojax.comm.device_collectives import DeviceCollectives
 from zerojax.gather.known_parts import divided
-from zerojax.gather.vjp import KnownRows, traced_passes
+from zerojax.gather.vjp import KnownRows, Sums, traced_passes
 
 ROWS, SIZE = 16, 64
 W, X = jnp.ones((SIZE, SIZE)), jnp.ones((ROWS, SIZE))
@@ -29,6 +30,8 @@ LOSSES = {
     "product": lambda w, x: jnp.tanh(x @ w),
     "function of the weight": lambda w, x: x @ jnp.tanh(w).T,
     "gain per unit": lambda w, x: jnp.tanh(x @ (w * x[0])),
+    "gain of a function": lambda w, x: jnp.tanh(x @ (jax.nn.relu(jnp.sin(w)) * x[:, :1].sum())),
+    "gain computed here": lambda w, x: jnp.tanh(x @ (w * jnp.sin(x[0]) / jnp.exp(x[1:2].T))),
     "named": lambda w, x: jnp.tanh(x @ checkpoint_name(w, "weight")),
     "mask that is kept": lambda w, x: jnp.tanh(x @ (w * (x.T @ x))),
     "shard_map": in_shard_map(lambda w, x: x @ w, False),
@@ -48,6 +51,16 @@ def test_nothing_that_the_gathered_weight_gives_is_kept(name):
     assert sum(size > X.size for size in saved) == SAVED_OF_THE_WEIGHTS_SIZE.get(name, 0)
     assert passes.needed == {0}
     assert passes.needed_others == {0}
+
+    def of_both_passes(w, x):
+        found, kept = passes.run([w], [x])
+        return passes.pull(DeviceCollectives(("data",), 0), [w], [x], kept, found, sums=Sums())
+
+    found, wanted = jax.jit(lambda w, x: (of_both_passes(w, x), jax.vjp(LOSSES[name], w, x)[1](LOSSES[name](w, x))))(
+        W, X
+    )
+    for one, plain in zip(jax.tree.leaves(found), wanted, strict=True):
+        np.testing.assert_allclose(one, plain, rtol=1e-5)
 
 
 def test_the_parts_of_a_shard_map_compute_what_it_computes():

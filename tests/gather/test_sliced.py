@@ -1,11 +1,15 @@
 """A view of a parameter is a view of each of its shards, unless it changes the dim that is divided."""
 
+import dataclasses
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
 
+from zerojax.gather.sharded_param import OF_SHARDS, extended, root_param
 from zerojax.gather.sliced import sliced_leaf, sliced_shard
 from zerojax.layout.leaf import Leaf
 
@@ -41,3 +45,23 @@ def test_a_view_of_the_shards_has_the_shards_of_the_view(shape, dim, others, vie
         shards = [sliced_shard(shard, [eqn], {}) for shard in jnp.split(x, 2, dim)]
         assert leaf.shape == view(x).shape
         np.testing.assert_array_equal(jnp.concatenate(shards, leaf.dim), view(x))
+
+
+def test_the_gradient_of_a_view_is_that_of_the_parameter_with_zeros_elsewhere():
+    """Also one with partial sums in front, and of a layer whose index is computed."""
+    x, i = jnp.zeros((3, 4, 5)), jnp.int32(2)
+    jaxpr = jax.make_jaxpr(lambda x, i: lax.dynamic_slice(x, (i, 0, 0), (1, 4, 5)).transpose(0, 2, 1))(x, i).jaxpr
+    root = jaxpr.invars[0]
+    param = root_param(root, Leaf("", x.shape, x.dtype, ("data",), 2, kind="sharded", dim=1))
+    eqns = [eqn for eqn in jaxpr.eqns if eqn.primitive.name in OF_SHARDS]
+    param = functools.reduce(extended, eqns, param)
+    assert len(param.operands) == 1
+    env = {root: x[:, :2], **dict.fromkeys(param.operands, i)}
+    grads = jnp.arange(20.0).reshape(2, 1, 5, 2)
+    for grad in (grads[0], grads):
+        found = param.root_grad(grad, env, (*grad.shape[:-3], 3, 2, 5))
+        wanted = jnp.zeros_like(found).at[..., 2, :, :].set(grad[..., 0, :, :].swapaxes(-1, -2))
+        np.testing.assert_array_equal(found, wanted)
+        ordered = dataclasses.replace(param, order=(2, 0, 1))
+        assert ordered.to_order(grad).shape == (*grad.shape[:-3], 2, 1, 5)
+        np.testing.assert_array_equal(ordered.from_order(ordered.to_order(grad)), grad)

@@ -1,0 +1,79 @@
+"""In which type and in which order of dims the uses of a parameter want it, and what they compute from a narrow one."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from zerojax import jaxprs
+from zerojax.gather.evaluate import Cast, demanded, evaluate_gathered, orders
+
+BF16, F16 = jnp.bfloat16, jnp.float16
+W, X = jnp.sin(jnp.arange(24.0)).reshape(2, 3, 4), jnp.cos(jnp.arange(12.0)).reshape(3, 4)
+narrow = lambda w, x: jnp.sum(x * w.astype(BF16))
+
+
+def in_loop(w, x):
+    return lax.scan(lambda total, _: (total + narrow(w, x), None), 0.0, None, 2)[0]
+
+
+def carried(w, x):
+    return lax.scan(lambda w, _: (jnp.ones_like(w), narrow(w, x)), w, None, 2)[1].sum()
+
+
+# The uses of a parameter, and the type to which all of them cast it.
+USES = {
+    "cast": (narrow, BF16),
+    "views, cast": (lambda w, x: narrow(lax.rev(w[:, :2], (0,)).transpose(1, 0, 2), x[0]), BF16),
+    "remat": (lambda w, x: jax.checkpoint(narrow)(w, x), BF16),
+    "jit": (lambda w, x: jax.jit(narrow)(w, x) + narrow(w, x), BF16),
+    "constant of a loop": (in_loop, BF16),
+    "layers of a loop": (lambda w, x: lax.scan(lambda x, w: (x * narrow(w, x), None), x, w)[0].sum(), BF16),
+    "carry of a loop": (
+        lambda w, x: lax.scan(lambda w, _: (jnp.ones_like(w), narrow(w, x)), w, None, 2)[1].sum(),
+        None,
+    ),
+    "two types": (lambda w, x: narrow(w, x) + jnp.sum(w.astype(F16)), None),
+    "wide too": (lambda w, x: narrow(w, x) + jnp.sum(jnp.sin(w)), None),
+    "result": (lambda w, x: (narrow(w, x), w), None),
+    "no cast": (lambda w, x: jnp.sum(w * x), None),
+    "as wide": (lambda w, x: jnp.sum(w.astype(jnp.int32)), None),
+}
+
+
+@pytest.mark.parametrize(("fn", "dtype"), USES.values(), ids=USES)
+def test_uses_that_agree_on_a_type_get_the_parameter_in_it(fn, dtype):
+    jaxpr = jax.make_jaxpr(fn)(W, X).jaxpr
+    assert demanded(jaxpr, jaxpr.invars[:1]) == [dtype]
+    if dtype is not None:
+        run = jax.jit(lambda w, x: evaluate_gathered(jaxpr, (), [Cast(w.astype(dtype), w.dtype), x]))
+        np.testing.assert_allclose(run(W, X)[0], jax.jit(fn)(W, X), rtol=1e-5)
+
+
+def test_other_uses_of_a_narrow_parameter_widen_it():
+    jaxpr = jax.make_jaxpr(lambda w: (jnp.sin(w), w.T, jax.jit(lambda w: w)(w)))(W).jaxpr
+    for x in evaluate_gathered(jaxpr, (), [Cast(W.astype(BF16), W.dtype)]):
+        assert x.dtype == W.dtype
+
+
+PRODUCTS = ["bk,kn->bn", "bk,nk->bn", "bjk,kjn->bn", "bjk,jkn->bn", "ebk,ekn->ebn", "ebk,kne->ebn", "bk,lkn->lbn"]
+
+
+@pytest.mark.parametrize("spec", PRODUCTS)
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, lambda f: lambda w, x: f(w.astype(BF16), x.astype(BF16))])
+def test_the_order_of_a_gradient_is_that_of_jaxs_product(spec, wrap):
+    x_dims, w_dims = spec.split("->")[0].split(",")
+    w, x = (jnp.ones([ord(d) % 7 + 2 for d in dims]) for dims in (w_dims, x_dims))
+    fn = wrap(lambda w, x: jnp.einsum(spec, x, w))
+    jaxpr = jax.make_jaxpr(fn)(w, x).jaxpr
+    (order,) = orders(jaxpr, jaxpr.invars[:1])
+    pull = jax.make_jaxpr(lambda w, x: jax.linear_transpose(lambda w: fn(w, x), w)(fn(w, x)))(w, x).jaxpr
+    moves = [eqn.params["permutation"] for eqn in jaxprs.equations(pull) if eqn.primitive.name == "transpose"]
+    final = [tuple(np.argsort(move)) for move in moves[-1:]]
+    assert ([order] if order else []) == final
+
+
+def test_uses_in_two_orders_keep_the_order_of_the_parameter():
+    both = jax.make_jaxpr(lambda w, x: x @ w + x @ w.T)(jnp.ones((3, 3)), jnp.ones((2, 3))).jaxpr
+    assert orders(both, both.invars[:1]) == [()]
