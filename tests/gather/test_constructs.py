@@ -33,7 +33,7 @@ def test_every_construct_equals_the_plain_function(name):
 
 
 @pytest.mark.quick(2)
-@pytest.mark.parametrize(("name", "devices"), [("plain", 3), ("stacked_layers", 3), ("scan_everything", 1)])
+@pytest.mark.parametrize(("name", "devices"), [("plain", 3), ("scan_everything", 3), ("stacked_layers", 1)])
 def test_padded_leaves_are_trimmed_and_their_gradients_padded_with_zeros(name, devices):
     assert_construct(name, devices=devices)
 

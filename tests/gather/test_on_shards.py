@@ -12,6 +12,8 @@ from flat_options import tuned
 from jax import lax
 
 from zerojax import Tuning, collectives, zero_shard
+from zerojax.gather.on_parts import Division
+from zerojax.gather.parts import FlatDim
 from zerojax.layout.leaf import is_padded
 
 DEPTH, WIDTH, HIDDEN = 3, 25, 257  # 8 devices divide neither, so every layer has padding
@@ -325,3 +327,17 @@ def test_a_part_of_a_flattened_parameter_is_that_of_one_device(name):
     expected, gradient = jax.value_and_grad(loss)(params, X[:, :4])
     np.testing.assert_allclose(found, expected, rtol=1e-6)  # the devices add up their rows in another order
     assert_gradient(grads, gradient)
+
+
+@pytest.mark.parametrize("dim", [1, FlatDim(2, 5)])
+def test_parts_of_an_array_in_full_are_padded_with_ones(dim):
+    """5 rows in parts of 2, of which the last has one row of padding, which `fill` replaces."""
+    x = jnp.arange(2 * 5 * 3.0).reshape(2, 5, 3)
+    given = x if dim == 1 else x.ravel()
+    parts = [Division(5, 2, 6, (), start) for start in (0, 2, 4)]
+    for fill, found in (
+        (1, [d.part(given, dim) for d in parts]),
+        (7, [d.fill(d.part(given, dim), dim, 7) for d in parts]),
+    ):
+        rows = jnp.concatenate([part.reshape(2, 2, 3) for part in found], 1)
+        np.testing.assert_array_equal(rows, jnp.pad(x, [(0, 0), (0, 1), (0, 0)], constant_values=fill))

@@ -1,5 +1,7 @@
 """The planner's optional passes: each rewrites its example, and a plain network needs none of them."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -60,6 +62,22 @@ def test_a_pass_rewrites_its_example_and_leaves_a_plain_network(optional):
     assert found is not None
     assert text_of(loss.rewritten(*found)) != text_of(loss)
     assert optional(loss_of([W, B, V], plain)) is None
+
+
+def test_arguments_and_constants_are_known_to_be_alike_unless_they_are_traced():
+    loss = loss_of([W], lambda w, x: jnp.sum(x @ w))
+    traced = []
+    jax.eval_shape(lambda x: traced.append(dataclasses.replace(loss, consts=[np.ones(2), x]).all_alike), X)
+    assert traced == [[*loss.alike, True, False]]
+
+
+@pytest.mark.parametrize("change", [{"host": True}, {"further": 2}, {"dim": 0}])
+def test_only_shards_on_the_device_are_quantised_before_the_gather(change):
+    """And their gradients must be divided as they are; the other dim is as good."""
+    loss = loss_of(*EXAMPLES["quantised_weights"])
+    leaves = [dataclasses.replace(loss.leaves[0], **change), None]
+    found, _ = PASSES[0](dataclasses.replace(loss, leaves=leaves))
+    assert (found is loss.jaxpr) == ("dim" not in change)
 
 
 def masked(w, v, x):

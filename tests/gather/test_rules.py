@@ -10,7 +10,7 @@ from engine_helpers import lay_out
 from jax import lax
 
 import zerojax
-from zerojax.gather.engine import trace_loss
+from zerojax.gather.engine import gather_groups, trace_loss
 from zerojax.gather.reduced import ReducedSegment
 from zerojax.gather.rules import RULES
 from zerojax.gather.scan import ScanSegment
@@ -207,6 +207,21 @@ def test_only_the_first_cast_to_a_narrower_type_precedes_the_gather(stored, firs
     cast = lambda w: w.astype(first) if then is None else w.astype(first).astype(then)
     program = program_of(lambda w, x: jnp.sum(x @ cast(w).astype(x.dtype)), jax.ShapeDtypeStruct(W.shape, stored))
     assert [segment.gathered_bytes for segment in program.segments if segment.params] == [[BYTES // 2]]
+
+
+def test_small_consecutive_blocks_are_one_group():
+    """A loop is a group by itself. So is a block beyond the limit, unless it reads what the group has gathered."""
+
+    def loss(a, b, wide, stack, c, x):
+        x = jnp.tanh(jnp.tanh(jnp.tanh(x @ a) @ b) @ a)
+        x = jnp.tanh(x @ wide) @ wide.T
+        x, _ = lax.scan(lambda x, w: (x @ w, None), x, stack)
+        return jnp.sum(jnp.tanh(x @ c) @ c)
+
+    segments = reading(loss, W, W, jax.ShapeDtypeStruct((SIZE, 4 * SIZE), jnp.float32), STACK, W)
+    apart, pair, wide_too = [0, 1, 2, 3, 3, 4, 5, 5], [0, 0, 0, 1, 1, 2, 3, 3], [0, 0, 0, 0, 0, 1, 2, 2]
+    for limit, numbers in {0: apart, 1: apart, 2: pair, 5: pair, 6: wide_too}.items():
+        assert gather_groups(segments, limit * BYTES) == numbers
 
 
 def test_an_equation_without_results_may_read_a_parameter():
