@@ -37,7 +37,7 @@ def run_processes(command: Sequence[str], count: int, *, devices: int | None, re
 
     Returns:
         0 if all processes have ended with 0, otherwise the exit status of the first failed process of the last attempt.
-        As in a shell, it is 128 plus the number of the signal that ended the process.
+        If a signal ended this process, the status is 128 plus the number of the signal, as in a shell.
     """
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `zerojax launch ... | head` ends the run
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -59,7 +59,7 @@ def run_processes(command: Sequence[str], count: int, *, devices: int | None, re
 
 
 def run_once(command: Sequence[str], count: int, devices: int | None, grace: float) -> list[int]:
-    """Return the statuses of all processes when the first has failed, before the others fail because of it."""
+    """Run the processes until all have ended or one has failed. Return the statuses of all at this moment."""
     follow = functools.partial(end_with, os.getpid(), ctypes.CDLL(None)) if sys.platform == "linux" else None
     processes: list[subprocess.Popen[bytes]] = []
     readers: list[threading.Thread] = []
@@ -115,7 +115,7 @@ def copy_lines(source: BinaryIO, sink: BinaryIO, index: int) -> None:
 
 
 def end(processes: Sequence[subprocess.Popen[bytes]], grace: float) -> None:
-    """Send SIGTERM, and SIGKILL to the process groups of those that still run when the grace or a signal ends."""
+    """Send SIGTERM to all processes. After `grace` seconds or a signal, send SIGKILL to those that still run."""
     limit = time.monotonic() + grace
     try:
         for one in processes:

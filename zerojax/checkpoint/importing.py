@@ -103,7 +103,7 @@ def import_params(
 
 
 def drop_new_leaves(resolved: Resolved, headers: Mapping[str, Header], count: int) -> list[int]:
-    """Return the leaves of which the files have no tensor, and remove them from `resolved`. There are `count` leaves.
+    """Remove leaves without a tensor in the files from `resolved`, and return their indices. There are `count` leaves.
 
     If the files have no tensor at all, the result is empty, so that every missing tensor is a problem.
     """
@@ -133,7 +133,7 @@ def restore_params(
         like: As for `import_params`.
         step: The step to read; None reads the newest step.
         partial: Allow parameters that only `like` or only the checkpoint has, or that have different shapes, such as
-            LoRA factors or a new head. Those of `like` keep their values, and a warning names them.
+            LoRA factors or a new head. Such parameters of `like` keep their values, and a warning names them.
 
     Returns:
         Parameters in the layout of `like`, as from `import_params`, for `tx.create` or `tx.init`.
