@@ -1,6 +1,7 @@
 """The search for what fits: it chooses the cheapest that the check lets pass, and says why not the others."""
 
 import dataclasses
+import itertools
 from types import SimpleNamespace
 
 import jax
@@ -50,6 +51,7 @@ def searched(
     rows=None,
     config=None,
     rates=None,
+    **options,
 ):
     """`(fit, candidates that were compiled)`."""
     compiled = []
@@ -60,7 +62,7 @@ def searched(
         return SimpleNamespace(peak=found, usable=memory, fits=found <= memory, topology="h200:8")
 
     config = config or Config(optax.adam(1e-3), 0, abstract_mesh(8, ("data",)))
-    space = SearchSpace("h200", stages, offloads, rows, memory, Rates.parse(rates))
+    space = SearchSpace("h200", stages, offloads, rows, memory, Rates.parse(rates), **options)
     losses = losses or {"loss": Model(4 * MB)}
     return search(config, losses, PARAMS, BATCH, space=space, counts=counts, compile_plan=compile_plan), compiled
 
@@ -170,6 +172,34 @@ def test_the_compiled_step_decides():
         assert refused.verdict == "does not fit: 5 GB, compiled"
 
 
+def test_precisions_are_candidates():
+    """Masters in bfloat16 halve the state, and are chosen where float32 does not fit."""
+    narrow = Precision(compute=jnp.bfloat16, master=jnp.bfloat16)
+    options = {"rows": (8,), "stages": (3,), "offloads": (None,), "precisions": (None, narrow)}
+    assert searched(2000 * MB, **options)[0].chosen.precision is None
+    fit, compiled = searched(98 * MB, **options)
+    assert [c.precision for c in compiled] == [None, narrow]
+    assert fit.chosen.precision == narrow
+    assert str(fit.chosen) == "stage 3, loss 'loss', bfloat16, state on the device, 8 rows"
+    assert [line.split()[3:5] for line in str(fit).splitlines()[3:]] == [["as", "given"], ["bfloat16", "device"]]
+
+
+def test_progress_says_how_many_there_are_and_how_long_they_take(capsys, monkeypatch):
+    monkeypatch.setattr("time.perf_counter", itertools.count(step=20).__next__)
+    judge = lambda c: 5000 * MB if c.stage == 3 else c.peak
+    searched(2000 * MB, rows=(8,), offloads=(None,), stages=(1, 2, 3), peak=judge, progress=True)
+    assert capsys.readouterr().err.splitlines() == [
+        "plan.fit: estimating 3 candidates on h200:8",
+        "plan.fit: estimated loss 'loss' with 8 rows on h200:8",
+        "plan.fit: 3 of 3 may fit. They are compiled, the fastest first, until one fits",
+        "plan.fit: stage 3, loss 'loss', state on the device, 8 rows: does not fit: 5 GB, compiled. "
+        "The other 2 take up to 40 s",
+        "plan.fit: stage 1, loss 'loss', state on the device, 8 rows: fits, 155 MB",
+    ]
+    searched(2000 * MB, rows=(8,))
+    assert capsys.readouterr().err == ""
+
+
 def test_what_is_estimated_a_little_too_large_is_compiled_all_the_same():
     options = {"rows": (8,), "stages": (3,), "offloads": (None,), "peak": lambda candidate: 1}
     peak = searched(2000 * MB, **options)[0].chosen.peak
@@ -216,7 +246,7 @@ def test_it_prints_a_line_for_each_variant():
     assert len(lines) == 3 + 4 + 3  # stages; and those that offload
     assert "does not fit: at least" in str(searched(120 * MB)[0])
     title, *rows = str(searched(320 * MB, {"a": Model(4 * MB)})[0]).splitlines()[2:]  # aligned, whatever it is called
-    assert title.split()[:4] == ["devices", "stage", "loss", "state"]
+    assert title.split()[:5] == ["devices", "stage", "loss", "types", "state"]
     assert all(row[title.index("state") :].startswith(("device", "host")) for row in rows)
 
 
@@ -288,10 +318,15 @@ def test_steps_that_recompute_fit_where_none_does_without():
         ({"gpu": "h900"}, ValueError, "the GPUs known are"),
         ({"devices": 0}, ValueError, "devices counts GPUs and must be at least 1"),
         ({"devices": "8"}, TypeError, "devices counts GPUs and must be an int"),
-        ({"row": 8}, TypeError, "plan.fit has no option 'row'. It has rows, recompute, memory, rates"),
+        (
+            {"row": 8},
+            TypeError,
+            "plan.fit has no option 'row'. It has rows, precision, recompute, progress, memory, rates",
+        ),
         ({"memory": 0}, ValueError, "memory=0 is no size of at least 1 bytes"),
         ({"rates": {"host_link": -50e9}}, ValueError, "host_link must be a number above 0, per second, not -5"),
         ({"rows": np.float32(8)}, TypeError, "must be an int"),
+        ({"precision": "bf16"}, TypeError, "precision"),
         ({"rows": (8, 0)}, ValueError, "rows counts rows of the global batch and must be at least 1"),
         ({"batch": jax.ShapeDtypeStruct((), jnp.float32)}, ValueError, "The cheapest batch is searched in rows"),
     ],
@@ -310,6 +345,7 @@ def test_one_choice_needs_no_sequence(monkeypatch):
         planner, "search", lambda config, losses, *args, space, **others: (space.combinations, [*losses])
     )
     fit = lambda loss=chain, **options: plan.fit(optax.adam(1e-3), loss, LAYERS, BATCH, **options)
-    assert fit(stages=3, offload=HOST) == ([(3, HOST)], ["loss"])
-    assert fit(stages=(2, 3), offload=None) == ([(2, None), (3, None)], ["loss"])
+    bf16 = Precision.bf16()
+    assert fit(stages=3, offload=HOST, precision=bf16) == ([(3, HOST, bf16)], ["loss"])
+    assert fit(stages=(2, 3), offload=None) == ([(2, None, None), (3, None, None)], ["loss"])
     assert fit({1: chain}, stages=3, offload=None)[1] == ["1"]  # a name is printed, whatever it is

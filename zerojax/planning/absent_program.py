@@ -76,11 +76,7 @@ def program_of_step(step: Step, state: Any, args: tuple, topology: str, usable: 
     loss = dataclasses.replace(step.program.loss, fn=observed, reduction=reduction)
     moved, accumulate = Step(config, loss, options), options.accumulate
     estimate = estimate_stage(config, shapes.plan, accumulate)
-    known = (
-        *shapes.plan.update_in_words,
-        *offload_notes(moved, shapes),
-        *pinning_note(estimate.host * Topology.parse(topology).per_host),
-    )
+    known = *offload_notes(moved, shapes), *pinning_note(estimate.host * Topology.parse(topology).per_host)
 
     @auto_context()
     def compile_step(batch: Any) -> CompiledStep:
@@ -98,6 +94,7 @@ def program_of_step(step: Step, state: Any, args: tuple, topology: str, usable: 
             sent_formula=None if config.data.compiler_axes else estimate.sent,
             estimate=estimate,
             notes=(*known, *notes),
+            updates=tuple(shapes.plan.update_in_words),
             blocks=fit.blocks if fit else memory_of_blocks(blocks, 1.0, devices_of_a_block(config)),
             options=moved.compiler_options,
             kept=sum(kept_on_device(config, shapes.plan).values()),

@@ -68,6 +68,7 @@ class Plan:
         blocks: What each block of the loss saves, offloads and recomputes. A block is a scan, a function marked with
             `zerojax.block`, or a call of a `jax.checkpoint` or `zerojax.remat_within`. Empty for a function.
         notes: Sentences about effects that the figures of this plan leave out, and advice.
+        updates: One line per group of offloaded state, and per set of matrices that owners update.
         compiler_options: The options of XLA with which the step was compiled, by name: the user's, or else the default
             options for the mesh.
         text: The compiled program, as HLO text.
@@ -92,6 +93,7 @@ class Plan:
     largest_batch: int | None = None
     blocks: tuple[BlockMemory, ...] = ()
     notes: tuple[str, ...] = ()
+    updates: tuple[str, ...] = ()
     compiler_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     text: str = dataclasses.field(default="", repr=False)
 
@@ -201,7 +203,7 @@ class Plan:
             lines += ["sent, per GPU and step", _line("", "times", "sent", "hidden")]
             lines += [_line(*row) for row in self._kinds()]
             lines.append(_line("all", "", format_bytes(self.sent), f"{self.hidden:.0%}") + formula)
-        return "\n".join([*lines, *self._times(), *(f"note: {note}" for note in self.notes)])
+        return "\n".join([*lines, *self._times(), *self.updates, *(f"note: {note}" for note in self.notes)])
 
     def _memory(self) -> Iterator[str]:
         rows = "" if self.batch is None else f", {self.batch:,} rows"
@@ -256,6 +258,7 @@ class CompiledStep(NamedTuple):
     sent_formula: float | None = None  # as in `Plan`
     estimate: StageEstimate | None = None  # the estimate of the step's bytes; None for a function
     notes: tuple[str, ...] = ()  # sentences for the plan
+    updates: tuple[str, ...] = ()  # as in `Plan`
     blocks: tuple[BlockMemory, ...] = ()  # what each block of the loss saves and recomputes
     options: Mapping[str, Any] = MappingProxyType({})  # the compiler options of the program
     kept: int = 0  # bytes per device of offloaded state that stays on the device, but is no argument of the program
@@ -309,6 +312,7 @@ def read_plan(
         largest_batch=largest_batch,
         blocks=step.blocks,
         notes=tuple(dict.fromkeys(notes)),
+        updates=step.updates,
         compiler_options=dict(step.options),
         text=module.text,
     )

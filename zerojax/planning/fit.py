@@ -8,10 +8,11 @@ and communication overlap, so only the slower of them counts. Other stages commu
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
+import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -33,6 +34,9 @@ from zerojax.train.arguments import packed
 from zerojax.train.fitting import DoesNotFit, largest_share
 from zerojax.train.loss import Loss
 from zerojax.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from zerojax.config.precision import Precision
 
 # If the model's layers differ, an estimated peak is too high, but by at most this share. So a candidate is compiled
 # unless its estimate exceeds the memory by more than this share.
@@ -57,6 +61,7 @@ class Candidate:
         seconds: Least seconds per row of the global batch. Infinite if `peak` is only a lower bound.
         verdict: Why the candidate was or was not chosen. Empty before the search.
         memory: As for `train_step`: `"auto"` if the layers save as many activations as fit, otherwise None.
+        precision: As for `zero_shard`.
     """
 
     devices: int
@@ -69,6 +74,7 @@ class Candidate:
     seconds: float = math.inf
     verdict: str = ""
     memory: str | None = None
+    precision: Precision | None = None
 
     @property
     def placement(self) -> str:
@@ -79,12 +85,13 @@ class Candidate:
 
     @property
     def variant(self) -> tuple:
-        return self.devices, self.stage, self.loss, self.offload
+        return self.devices, self.stage, self.loss, self.offload, self.precision
 
     def __str__(self) -> str:
         memory = f", memory={self.memory!r}" if self.memory else ""
+        types = f", {self.precision.compute}" if self.precision else ""
         where = f"state on the {self.placement}"
-        return f"stage {self.stage}, loss {self.loss!r}{memory}, {where}, {self.rows:,} rows"
+        return f"stage {self.stage}, loss {self.loss!r}{memory}{types}, {where}, {self.rows:,} rows"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,19 +109,18 @@ class Fit:
     tried: tuple[Candidate, ...]
 
     def __str__(self) -> str:
-        """Return the choice, followed by a table with the preferred batch for each stage, loss and offload."""
-        shown: dict[tuple, Candidate] = {}
-        for candidate in self.tried:
-            if candidate.variant not in shown or candidate == self.chosen:
-                shown[candidate.variant] = candidate
+        """Return the choice, followed by a table with the preferred batch for each kind of step."""
+        shown = {c.variant: c for c in reversed(self.tried)} | {self.chosen.variant: self.chosen}
+        shown = {c.variant: shown[c.variant] for c in self.tried}
         loss = max(len(name) for name in ("loss", *(c.loss for c in shown.values()))) + 2
         lines = [
             f"{self.chosen} on {self.plan.topology}",
             f"  compiled: {format_bytes(self.plan.peak)} of {format_bytes(self.plan.usable)} usable per device",
-            f"devices  stage  {'loss':{loss}s}{'state':16s}{'rows':>8s}{'peak':>10s}{'per row':>10s}",
+            f"devices  stage  {'loss':{loss}s}{'types':10s}{'state':16s}{'rows':>8s}{'peak':>10s}{'per row':>10s}",
         ]
         lines += [
-            f"{c.devices:7d}  {c.stage:5d}  {c.loss:{loss}s}{c.placement:16s}{c.rows:8,d}"
+            f"{c.devices:7d}  {c.stage:5d}  {c.loss:{loss}s}{c.precision.compute if c.precision else 'as given'!s:10s}"
+            f"{c.placement:16s}{c.rows:8,d}"
             f"{format_bytes(c.peak):>10s}{'' if c.seconds == math.inf else format_seconds(c.seconds):>10s}  {c.verdict}"
             for c in shown.values()
         ]
@@ -131,7 +137,9 @@ class SearchSpace:
     rows: Sequence[int] | None
     memory: int | None
     rates: Rates
+    precisions: Sequence[Precision | None] = (None,)
     recompute: bool = False
+    progress: bool = False
 
     def __post_init__(self):
         for count in self.rows or ():
@@ -151,14 +159,24 @@ class SearchSpace:
         device = self.device(count)
         return device.fitted(self.memory) if self.recompute else device.usable(self.memory)
 
+    def batches(self, count: int) -> list[int]:
+        """Return the rows to try on `count` GPUs, or the most that the search doubles to if none are given."""
+        doubled = [count << i for i in range(MOST_ROWS.bit_length())]
+        return doubled if self.rows is None else [rows for rows in self.rows if rows % count == 0]
+
+    def say(self, text: str) -> None:
+        if self.progress:
+            print(f"plan.fit: {text}", file=sys.stderr, flush=True)
+
     @property
-    def combinations(self) -> list[tuple[int, Offload | None]]:
-        """Return the valid pairs of stage and offload. Stage 0 has no offload, and only stage 3 offloads parameters."""
+    def combinations(self) -> list[tuple[int, Offload | None, Precision | None]]:
+        """Return what to combine. Stage 0 has no offload, and only stage 3 offloads parameters."""
         return [
-            (stage, offload)
+            (stage, offload, precision)
             for stage in self.stages
             for offload in self.offloads
             if offload is None or stage == 3 or (stage > 0 and offload.params is None)
+            for precision in self.precisions
         ]
 
 
@@ -230,46 +248,44 @@ class PlainGradient:
             return dataclasses.replace(self._costs[key], gathered=gathered.bytes)
 
 
-# The configuration, layout and estimate of a candidate, which do not depend on the loss and the batch.
-Setup = tuple[Config, Layout, StageEstimate]
-
-
 def candidates(
     config: Config, losses: Mapping[str, PlainGradient], params: Any, batch: Any, space: SearchSpace, count: int
 ) -> Iterator[Candidate]:
     mesh = abstract_mesh(count, config.axis, hosts=Topology.parse(space.topology(count)).hosts)
-    setups: list[Setup] = []
-    for stage, offload in space.combinations:
-        chosen = dataclasses.replace(config, user_mesh=mesh, stage=stage, offload=offload)
+    setups: list[tuple[Config, Layout, StageEstimate]] = []
+    for stage, offload, precision in space.combinations:
+        chosen = dataclasses.replace(config, user_mesh=mesh, stage=stage, offload=offload, precision=precision)
         sharding = make_plan(chosen, params)
         setups.append((chosen, sharding.layout, estimate_stage(chosen, sharding, accumulate=1)))
     for name, loss in losses.items():
-        estimated = functools.partial(estimate_candidate, name, loss, batch, space)
-        if space.rows is not None:
-            yield from (estimated(setup, rows) for rows in space.rows if rows % count == 0 for setup in setups)
-            continue
         least: dict[tuple, float] = {}
-        improves, rows = True, count
-        while improves and rows <= MOST_ROWS * count:
+        for rows in space.batches(count):
             improves = False
             for setup in setups:
-                candidate = estimated(setup, rows)
+                candidate = estimate_candidate(name, loss, batch, space, setup, rows)
                 yield candidate
                 # Double the rows again if this doubling made a row cheaper for at least one setup that still fits.
                 is_cheaper = candidate.seconds < (1 - COST_RESOLUTION) * least.get(candidate.variant, math.inf)
                 improves |= is_cheaper and not rejection(candidate, space.usable(count))
                 least[candidate.variant] = candidate.seconds
-            rows *= 2
+            space.say(f"estimated loss {name!r} with {rows:,} rows on {space.topology(count)}")
+            if space.rows is None and not improves:
+                break
 
 
 def estimate_candidate(
-    name: str, loss: PlainGradient, batch: Any, space: SearchSpace, setup: Setup, rows: int
+    name: str,
+    loss: PlainGradient,
+    batch: Any,
+    space: SearchSpace,
+    setup: tuple[Config, Layout, StageEstimate],
+    rows: int,
 ) -> Candidate:
     """Estimate one candidate. The loss is compiled only if the model states fit."""
     config, layout, estimate = setup
     least = estimate.resident + estimate.update // 2  # the state, and the gradients in the optimizer's type
     offloaded, count = estimate.host + estimate.disk, estimate.devices
-    candidate = Candidate(count, estimate.stage, name, config.offload, rows, least, offloaded)
+    candidate = Candidate(count, config.stage, name, config.offload, rows, least, offloaded, precision=config.precision)
     if rejection(candidate, space.usable(count)):
         return candidate
     cost = loss.cost(config, layout, abstract(with_rows(batch, rows // count)))
@@ -324,35 +340,41 @@ def search(
     """Find the cheapest candidate that fits. The numbers of devices in `counts` are tried in order until one fits."""
     tried: list[Candidate] = []
     for count in counts:
-        estimated = [
-            dataclasses.replace(c, verdict=rejection(c, space.usable(count)))
-            for c in candidates(config, losses, params, batch, space, count)
-        ]
-        ordered = list(by_preference([c for c in estimated if not c.verdict], list(losses)))
-        rejected = sorted((c for c in estimated if c.verdict), key=lambda c: c.peak)
+        topology, usable = space.topology(count), space.usable(count)
+        most = len(losses) * len(space.combinations) * len(space.batches(count))
+        space.say(f"estimating {'up to ' * (space.rows is None)}{most} candidates on {topology}")
+        estimated = list(candidates(config, losses, params, batch, space, count))
+        rejected = [dataclasses.replace(c, verdict=why) for c in estimated if (why := rejection(c, usable))]
+        ordered = list(by_preference([c for c in estimated if not rejection(c, usable)], list(losses), space))
+        space.say(f"{len(ordered)} of {len(estimated)} may fit. They are compiled, the fastest first, until one fits")
+        begun = time.perf_counter()
         for i, candidate in enumerate(ordered):
             try:
                 plan = compile_plan(candidate)
                 peak = plan.peak
-                if plan.fits:
-                    chosen = dataclasses.replace(candidate, verdict="chosen")
-                    others = [dataclasses.replace(c, verdict="not preferred") for c in ordered[i + 1 :]]
-                    return Fit(chosen, plan, (*tried, *ordered[:i], chosen, *others, *rejected))
             except DoesNotFit as error:
-                peak = error.peak
+                plan, peak = None, error.peak
+            if plan is not None and plan.fits:
+                space.say(f"{candidate}: fits, {format_bytes(peak)}")
+                ordered[i] = chosen = dataclasses.replace(candidate, verdict="chosen")
+                ordered[i + 1 :] = [dataclasses.replace(c, verdict="not preferred") for c in ordered[i + 1 :]]
+                return Fit(chosen, plan, (*tried, *ordered, *sorted(rejected, key=lambda c: c.peak)))
             verdict = f"does not fit: {format_bytes(peak)}, compiled"
             ordered[i] = dataclasses.replace(candidate, peak=peak, verdict=verdict)
-        tried += [*ordered, *rejected]
+            left = len(ordered) - i - 1
+            rest = format_seconds(left * (time.perf_counter() - begun) / (i + 1))
+            space.say(f"{candidate}: {verdict}. {f'The other {left} take up to {rest}' if left else 'None is left'}")
+        tried += [*ordered, *sorted(rejected, key=lambda c: c.peak)]
     raise ValueError(nothing_fits(tried, space, counts))
 
 
-def by_preference(estimated: Sequence[Candidate], losses: Sequence[str]) -> Iterator[Candidate]:
-    """Yield candidates by cost. At equal cost, prefer no offload, a low stage, the first loss, few rows."""
-    simplest = lambda c: (c.offload is not None, c.stage, losses.index(c.loss), c.rows)
+def by_preference(estimated: Sequence[Candidate], losses: Sequence[str], space: SearchSpace) -> Iterator[Candidate]:
+    """Yield candidates by cost. At equal cost, prefer no offload, a low stage, the first options, few rows."""
+    of_options = lambda c: (space.precisions.index(c.precision), losses.index(c.loss))
     rest = sorted(estimated, key=lambda c: c.seconds)
     while rest:
         equal = [c for c in rest if c.seconds <= (1 + COST_RESOLUTION) * rest[0].seconds]
-        yield from sorted(equal, key=simplest)
+        yield from sorted(equal, key=lambda c: (c.offload is not None, c.stage, *of_options(c), c.rows))
         rest = rest[len(equal) :]
 
 

@@ -10,6 +10,7 @@ import optax
 
 from zerojax.comm.mesh import auto_context
 from zerojax.config import STAGES, Config, check_count
+from zerojax.config.precision import Precision
 from zerojax.gpus.devices import Device, Rates, Topology, absent_mesh
 from zerojax.offload.options import Offload
 from zerojax.planning.absent_program import logical_shapes, program_of_function, program_of_step, rows_of, with_rows
@@ -35,7 +36,9 @@ class FitOptions(TypedDict, total=False):
     """Further options of `plan.fit`, whose docstring describes them."""
 
     rows: int | Sequence[int] | None
+    precision: Precision | Sequence[Precision | None] | None
     recompute: bool
+    progress: bool
     memory: float | str | None
     rates: Any
     has_aux: bool
@@ -128,12 +131,12 @@ class Planner:
         offload: Offload | Sequence[Offload | None] | None = OFFLOADS,
         **options: Unpack[FitOptions],
     ) -> Fit:
-        """Find the stage, loss, offload and batch size that fit into memory at the least time per row.
+        """Find the stage, loss, offload, precision and batch size that fit into memory at the least time per row.
 
         Candidates are estimated from each loss's gradient, compiled for one GPU and each number of rows. A candidate is
         rejected if its estimate exceeds the memory by more than a quarter. Others are sorted by seconds per row.
-        Times within 2% count as equal, and are sorted by preference: no offload, a low stage, the first loss, a small
-        batch. The steps are compiled in this order, and the first that fits is chosen.
+        Times within 2% count as equal, and are sorted by preference: no offload, a low stage, the first precision, the
+        first loss, a small batch. The steps are compiled in this order, and the first that fits is chosen.
 
         Args:
             tx: Any optax transformation. If it comes from `zero_shard`, its stage, mesh and offload are replaced.
@@ -150,9 +153,11 @@ class Planner:
                 The compiled plan counts parameters in host memory as device memory.
             **options: `rows`: rows of the global batch, one number or several; numbers that the devices do not divide
                 are ignored. By default, rows start at one per device, and double while a row gets 2% cheaper and a
-                candidate fits. `recompute`: if True, steps get `memory="auto"`, so that their layers save as many
-                activations as fit. Then no loss with remat is needed. As for a plan: `memory`, `rates`. Without
-                `rates`, costs are at peak rates. As for `train_step`: `has_aux`, `weighted`.
+                candidate fits. `precision`: precisions to choose from, one or several (default: that of `tx`).
+                `recompute`: if True, steps get `memory="auto"`, so that their layers save as many activations as fit.
+                Then no loss with remat is needed. `progress`: whether to print each candidate to stderr (default:
+                True). As for a plan: `memory`, `rates`. Without `rates`, costs are at peak rates. As for `train_step`:
+                `has_aux`, `weighted`.
 
         Returns:
             A `Fit` with the choice, its compiled plan, and all candidates.
@@ -169,13 +174,8 @@ class Planner:
         counts = counts_of(devices)
         if not rows_of(batch):
             raise ValueError(UNEVEN_ROWS.format("The cheapest batch"))
-        if unknown := sorted(options.keys() - FitOptions.__annotations__.keys()):
-            raise TypeError(f"plan.fit has no option {unknown[0]!r}. It has {', '.join(FitOptions.__annotations__)}.")
         loss_options: Any = {name: options.get(name, False) for name in ("has_aux", "weighted")}
-        row_counts = None if (rows := options.get("rows")) is None else as_sequence(rows)
-        figures: Any = {"memory": parse_memory(options.get("memory")), "rates": Rates.parse(options.get("rates"))}
-        recompute = bool(options.get("recompute"))
-        space = SearchSpace(gpu, as_sequence(stages), as_sequence(offload), row_counts, recompute=recompute, **figures)
+        space = space_of(tx, gpu, stages, offload, options)
         any_mesh = absent_mesh(f"{gpu}:{counts[0]}")  # raises early if the extra is missing or the GPU is unknown
         config = tx.config if isinstance(tx, ZeroTransformation) else Config(tx, 0, any_mesh)
         if config.batch_spec is not None:
@@ -187,17 +187,36 @@ class Planner:
 
         def compile_plan(candidate: Candidate) -> Plan:
             topology, resized = space.topology(candidate.devices), with_rows(batch, candidate.rows)
-            chosen = {"user_mesh": absent_mesh(topology, axes=config.axis), "stage": candidate.stage}
-            sharded = ZeroTransformation.of(dataclasses.replace(config, offload=candidate.offload, **chosen))
+            chosen = {name: getattr(candidate, name) for name in ("stage", "offload", "precision")}
+            mesh = absent_mesh(topology, axes=config.axis)
+            sharded = ZeroTransformation.of(dataclasses.replace(config, user_mesh=mesh, **chosen))
             step = sharded.train_step(losses[candidate.loss], memory=candidate.memory, **loss_options)
-            return self(step, sharded.create(shapes), resized, *args, topology=topology, **figures)
+            given: Any = {"topology": topology, "memory": space.memory, "rates": space.rates}
+            return self(step, sharded.create(shapes), resized, *args, **given)
 
-        of_loss = lambda f: PlainGradient(Loss(f, **loss_options), args, gpu, recompute=recompute)
+        of_loss = lambda f: PlainGradient(Loss(f, **loss_options), args, gpu, recompute=space.recompute)
         gradients = {name: of_loss(f) for name, f in losses.items()}
         return search(config, gradients, shapes, row, space=space, counts=counts, compile_plan=compile_plan)
 
 
 plan = Planner()
+
+
+def space_of(tx: Any, gpu: str, stages: Any, offload: Any, options: FitOptions) -> SearchSpace:
+    if unknown := sorted(options.keys() - FitOptions.__annotations__.keys()):
+        raise TypeError(f"plan.fit has no option {unknown[0]!r}. It has {', '.join(FitOptions.__annotations__)}.")
+    precision = options.get("precision", tx.config.precision if isinstance(tx, ZeroTransformation) else None)
+    return SearchSpace(
+        gpu,
+        stages=as_sequence(stages),
+        offloads=as_sequence(offload),
+        rows=None if (rows := options.get("rows")) is None else as_sequence(rows),
+        memory=parse_memory(options.get("memory")),
+        rates=Rates.parse(options.get("rates")),
+        precisions=as_sequence(precision),
+        recompute=bool(options.get("recompute")),
+        progress=bool(options.get("progress", True)),
+    )
 
 
 def counts_of(devices: int | None) -> list[int]:
@@ -212,7 +231,7 @@ def parse_memory(given: float | str | None) -> int | None:
 
 
 def as_sequence(given: Any) -> Sequence[Any]:
-    return given if isinstance(given, Sequence) else (given,)
+    return given if isinstance(given, Sequence) and not isinstance(given, str) else (given,)
 
 
 def largest_that_fits(peak: Callable[[int], float], usable: float, *, start: int) -> int:
