@@ -50,8 +50,11 @@ def blocks_of(page):
         end = found.end()
 
 
+QUOTES = {"finetune.md": "examples/finetune.py"}  # pages that quote a program, which another test runs
 WITH_PROGRAMS = [
-    name for name, page in PAGES.items() if any(block.kind in ("python", "diff") for block in blocks_of(page))
+    name
+    for name, page in PAGES.items()
+    if any(block.kind in ("python", "diff") for block in blocks_of(page)) and name not in QUOTES
 ]
 QUICK = ["api/commands.md", "index.md", "wire.md"]
 
@@ -98,6 +101,14 @@ def test_the_programs_of_a_page_run(name, tmp_path, monkeypatch):
     exec(compile(AFTERWARDS.get(name, ""), f"after docs/{name}", "exec"), scope)
 
 
+@pytest.mark.parametrize(("page", "program"), QUOTES.items())
+def test_a_page_quotes_its_program_as_it_is(page, program):
+    plain = lambda text: "".join(f"{line.strip()}\n" for line in text.splitlines())
+    quotes = [block.text for block in blocks_of(PAGES[page]) if block.kind == "python"]
+    assert quotes
+    assert [quote for quote in quotes if plain(quote) not in plain((ROOT / program).read_text())] == []
+
+
 TWO_STEPS = """
  losses = []
  for seed in range(2):
@@ -132,7 +143,7 @@ def test_every_page_is_in_the_navigation_once():
     assert sorted(listed) == sorted(PAGES)
 
 
-SEARCHED = ("gradient accumulation", "mixed precision", "nan", "out of memory", "resume", "slurm")
+SEARCHED = ("fine-tune", "gradient accumulation", "lora", "mixed precision", "nan", "out of memory", "resume", "slurm")
 
 
 def test_what_people_search_for_is_in_a_title():

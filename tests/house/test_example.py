@@ -1,6 +1,7 @@
 """The examples: training on real text at any stage with its table and pictures, adapters, and rollouts."""
 
 import functools
+import importlib.util
 import os
 import pathlib
 import re
@@ -17,12 +18,13 @@ import pytest
 import rollouts
 import train_gpt
 from conftest import mesh_of
+from finetune import merged, prose, with_adapters
 from flax.traverse_util import flatten_dict
 from gpt import GPT, next_byte_loss
-from lora import graft, prose, with_adapters
 from memory import stage_memory
 
 from zerojax import Precision, Tuning, report, zero_shard
+from zerojax.checkpoint import export, import_params
 
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 SMALL = "--steps 4 --width 64 --layers 2 --heads 2 --batch 8 --seq 32".split()
@@ -175,21 +177,10 @@ def test_the_example_in_fp8_learns_restores_what_it_saved_and_continues():
     assert re.search(r"Gathered as: f(16|8e4m3fn)$", printed.strip())
 
 
-# Adapters (examples/lora.py)
+# Fine-tuning (examples/finetune.py)
 
-NUMBER = r"([\d.,]+)"
+AS_A_USER = {k: x for k, x in os.environ.items() if k not in ("XLA_FLAGS", "JAX_DISABLE_MOST_OPTIMIZATIONS")}
 RANK = 2
-
-
-def finetune(env):
-    """The numbers that the script prints at its end, in order."""
-    printed = run("lora.py", env=env)
-    pattern = (
-        rf"Held out, prose: {NUMBER} bits per byte before, {NUMBER} after\s+"
-        rf"Trained: {NUMBER} of {NUMBER} parameters.*\s+"
-        rf"Optimizer state on each of {NUMBER} devices: {NUMBER} kB, where training all takes {NUMBER} kB"
-    )
-    return [float(x.replace(",", "")) for x in re.search(pattern, printed).groups()]
 
 
 def adapters_of(params):
@@ -199,7 +190,7 @@ def adapters_of(params):
 
 
 @pytest.mark.slow
-def test_only_adapters_move_and_they_start_as_nothing(mesh):
+def test_only_adapters_move_and_they_can_be_merged(mesh, tmp_path):
     model = GPT(width=32, layers=2, heads=2)
     init = functools.partial(model.init, jax.random.key(0), jnp.zeros((1, 16), jnp.int32))
     rng = np.random.default_rng(0)
@@ -213,22 +204,26 @@ def test_only_adapters_move_and_they_start_as_nothing(mesh):
         tuning=Tuning(persist_below=100),
         trainable=lambda path, leaf: "lora" in path,
     )
-    state = tx.create(graft(base, tx.init_params(with_adapters(init, RANK))))
+    export(base, tmp_path / "base")
+    with pytest.warns(UserWarning, match="lora_a"):
+        params = import_params(tmp_path / "base", tx.init_params(with_adapters(init, RANK)), partial=True)
+    state = tx.create(params)
     adapters, _ = adapters_of(tx.unshard(state.params))
     assert {path.split("/")[-2] for path in adapters} == {"query", "key", "value", "out", "up", "down"}
     assert report(state).bytes["opt_state"] < report(state).bytes["params"]
 
-    plain = next_byte_loss(model)
-    step = tx.train_step(with_adapters(plain, RANK))
+    plain = jax.jit(next_byte_loss(model))
+    step = tx.train_step(with_adapters(next_byte_loss(model), RANK))
     state, metrics = step(state, windows)
-    expected = float(jax.jit(plain)(base, windows))
-    assert float(metrics["loss"]) == pytest.approx(expected, rel=1e-5)  # float32 sums in two orders
+    assert float(metrics["loss"]) == pytest.approx(float(plain(base, windows)), rel=1e-5)  # float32 sums in two orders
     state, _ = step(state, windows)  # the first step moves B alone: as it is zero, A has no gradient
     moved, frozen = adapters_of(tx.unshard(state.params))
     for path, x in adapters.items():
         assert not np.array_equal(x, moved[path]), path
     for path, x in adapters_of(base)[1].items():
         np.testing.assert_array_equal(x, frozen[path], err_msg=path)
+    without = float(plain(jax.device_get(merged(state.params)), windows))
+    assert without == pytest.approx(float(step(state, windows)[1]["loss"]), rel=1e-5)
 
 
 def test_no_paragraph_of_the_prose_is_both_learnt_and_held_out():
@@ -238,14 +233,27 @@ def test_no_paragraph_of_the_prose_is_both_learnt_and_held_out():
 
 
 @pytest.mark.slow
-def test_the_default_run_learns_prose_through_its_adapters():
-    as_a_user = {k: x for k, x in os.environ.items() if k not in ("XLA_FLAGS", "JAX_DISABLE_MOST_OPTIMIZATIONS")}
-    before, after, trained, count, devices, found, everything = finetune(as_a_user)
-    assert after < before - 0.2
-    assert trained < 0.05 * count
-    # Adam's two float32 moments, and nothing for the base; printed to 0.1 kB, padding and counts included
-    assert found == pytest.approx(8 * trained / devices / 1e3, abs=0.3)
-    assert everything == pytest.approx(8 * (count - trained) / devices / 1e3, abs=0.3)
+def test_the_default_run_learns_prose_and_its_files_are_the_best_steps(tmp_path):
+    printed = run("finetune.py", "--out", str(tmp_path), env=AS_A_USER)
+    first, *judged, best = map(float, re.findall(r"(?:held out|step \d+,) ([\d.]+)", printed))
+    assert best == min(judged) < first - 0.2
+    assert bool(list(tmp_path.glob("board/events*"))) == (importlib.util.find_spec("tensorboardX") is not None)
+
+
+@pytest.mark.slow
+def test_a_killed_run_takes_the_steps_of_one_that_is_not(tmp_path):
+    small = "--devices 2 --width 32 --seq 16 --batch 16 --base-steps 4 --steps 40 --eval-every 5".split()
+    run("finetune.py", "--out", str(tmp_path / "whole"), *small, env=AS_A_USER)
+    options = ["--out", str(tmp_path / "killed"), "--base", str(tmp_path / "whole" / "base"), *small]
+    log = tmp_path / "killed" / "metrics.csv"
+    command = [sys.executable, str(EXAMPLES / "finetune.py"), *options]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, env=AS_A_USER) as process:
+        while process.poll() is None and not (log.exists() and log.read_text().count("\n") > 12):
+            time.sleep(0.02)
+        process.kill()
+    assert process.returncode == -signal.SIGKILL
+    assert "From step 0" not in run("finetune.py", *options, env=AS_A_USER)
+    assert log.read_text() == (tmp_path / "whole" / "metrics.csv").read_text()
 
 
 # Rollouts (examples/rollouts.py): workers have the weights of one step ago, in their names
