@@ -139,7 +139,7 @@ def table(styles: dict[str, dict]) -> str:
         name: sum(rows.get(name, {"ms": 0})["ms"] for rows in listed.values()) for of in listed.values() for name in of
     }
     rows = [[name, *(of.get(name) for of in listed.values())] for name in sorted(names, key=lambda name: -names[name])]
-    sums = {"all, with smaller ones": "beyond", "all that only the model gathered by hand has": "missing"}
+    sums = {"all, with smaller ones": "beyond", "all kernels that only the model gathered by hand launches": "missing"}
     rows += [[name, *(in_all(found[key]["gathered"]) for found in styles.values())] for name, key in sums.items()]
     cells = lambda row: f"{row['MiB']:.0f} | {row['ms']:.2f}" if row else " | "
     lines = [

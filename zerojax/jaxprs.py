@@ -268,9 +268,10 @@ def _is_in(atom: Any, variables: Collection) -> bool:
 
 
 def _part_of_call(eqn: Any, concerned: Sequence[bool]) -> Any | None:
-    """Return the body of a call if an analysis must look into it: some operands (or results) are not `concerned`.
+    """Return the body of a call if `concerned` is false for some operands (or results) of the call, otherwise None.
 
-    For example, the primal results of a call in a JVP do not read its tangents. Return None for any other equation.
+    An analysis looks into such a body, because results may not read all operands. An example is a JVP, whose primal
+    results do not read the tangents.
     """
     if all(concerned) or len(eqn.outvars) < 2 or any(map(compat.is_ref, eqn.invars)):
         return None

@@ -111,7 +111,7 @@ class Events:
             raise
 
     def begin(self, name: str, *, watched: bool = False) -> Call:
-        """Count a call if this thread made the first one. Other threads' calls get -1: they have no fixed order."""
+        """Count a call, if the same thread made the first call. Calls of other threads, in no fixed order, get -1."""
         if self._thread is None:
             self._thread = threading.get_ident()
             self._start()

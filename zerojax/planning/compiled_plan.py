@@ -195,7 +195,7 @@ class Plan:
 
     @property
     def details(self) -> str:
-        """Return all figures as tables: also those of blocks, kinds of collectives, kernels and rates."""
+        """Return all figures as tables, including blocks, kinds of collectives, kernels and rates."""
         lines = [*self._memory()]
         lines += ["blocks, per call and GPU"] * bool(self.blocks) + [_line(*row) for row in table_lines(self.blocks)]
         if self.collectives:
