@@ -270,8 +270,7 @@ def _is_in(atom: Any, variables: Collection) -> bool:
 def _part_of_call(eqn: Any, concerned: Sequence[bool]) -> Any | None:
     """Return the body of a call if `concerned` is false for some operands (or results) of the call, otherwise None.
 
-    An analysis looks into such a body, because results may not read all operands. An example is a JVP, whose primal
-    results do not read the tangents.
+    An analysis must look into such a body. In the body of a JVP, for example, primal results do not read the tangents.
     """
     if all(concerned) or len(eqn.outvars) < 2 or any(map(compat.is_ref, eqn.invars)):
         return None

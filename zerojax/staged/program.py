@@ -154,7 +154,7 @@ class Stage:
 
 
 def _plain(param: ShardedParam, by_row: bool) -> ShardedParam:
-    """Return a parameter without what differs between equal segments: its path, and the slices of a row on disk."""
+    """Return a parameter without its path, and without the slices of a row on disk: equal segments differ in these."""
     leaf = dataclasses.replace(param.leaf, path="", reason="")
     stored, slices = (leaf, ()) if by_row else (param.stored, param.slices)
     stored = dataclasses.replace(stored, dtype=param.stored.dtype, path="", reason="")

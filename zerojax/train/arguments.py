@@ -42,7 +42,7 @@ class Constant:
 class Keywords:
     """The keyword arguments of a loss, by name. zerojax packs them into the last positional argument.
 
-    If `batch_too` is true, the batch also consists of keyword arguments: it is a dict of them.
+    If `batch_too` is true, the batch is a dict of keyword arguments, too.
     """
 
     values: dict[str, Any]
