@@ -83,7 +83,7 @@ class Save:
     ):
         """Prepare a save of `step` into `root`. `keep` and `processes` are those of the `Checkpointer`.
 
-        `best` finds the best step, which is kept. Scalars of `metrics` may still be computed: only the thread waits.
+        `best` finds the best step, which is kept. Devices may still compute `metrics`, for which only the thread waits.
         """
         self.step, self.error, self.thread = step, None, None
         self._keep, self._best, self._metrics, self._processes = keep, best, metrics, processes

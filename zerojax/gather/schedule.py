@@ -106,7 +106,7 @@ class GatherScheduler:
             due.append(use)
         self._next += len(due)
         roots = list(dict.fromkeys(p.root for use in due for p in self.params[use]))
-        first, (*others, shards) = barrier(anchors[0], *anchors[1:], [self.env[root] for root in roots])
+        anchor, (*others, shards) = barrier(anchors[0], *anchors[1:], [self.env[root] for root in roots])
         waited, rows_waited = [], []
         if beside is not None:
             # The value that the barrier returns replaces the old one, because XLA drops what no equation reads.
@@ -118,8 +118,8 @@ class GatherScheduler:
         # in a first block that reads only arguments, the gathers wait for nothing.
         after_barrier = {**self.env, **dict(zip(roots, shards, strict=True))}
         for _, uses in itertools.groupby(due, self.groups.__getitem__):
-            self._gather([*uses], after_barrier, first or waited, rows if first else rows_waited)
-        return [first, *others]
+            self._gather([*uses], after_barrier, anchor or waited, rows if anchor else rows_waited)
+        return [anchor, *others]
 
     def _gather(self, uses: Sequence[int], env: Mapping, anchor: Sequence, rows: Sequence[RowDims]) -> None:
         """Gather the parameters of `uses`, which are in one group. Parameters with equal keys are gathered once."""

@@ -170,7 +170,7 @@ class SearchSpace:
 
     @property
     def combinations(self) -> list[tuple[int, Offload | None, Precision | None]]:
-        """Return what to combine. Stage 0 has no offload, and only stage 3 offloads parameters."""
+        """Return the valid combinations. Stage 0 has no offload, and only stage 3 offloads parameters."""
         return [
             (stage, offload, precision)
             for stage in self.stages

@@ -101,7 +101,7 @@ def estimate_stage(config: Config, plan: ShardingPlan, accumulate: int) -> Stage
 
 
 def disk_bytes(config: Config, plan: ShardingPlan, accumulate: int) -> tuple[int, int, int, int]:
-    """Return bytes per device: of parameters on disk, of gradients on disk, that a step reads, and that a step writes.
+    """Return four sizes per device: parameters and gradients on disk, and the bytes that a step reads and writes.
 
     The bytes read are an upper bound: the backward pass does not read the last block of the forward pass again.
     """
