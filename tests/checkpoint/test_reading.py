@@ -15,7 +15,6 @@ from conftest import mesh_of
 from zerojax import Offload, Precision, Tuning, zero_shard
 from zerojax.checkpoint import Checkpointer, arrays, saving
 from zerojax.layout.leaf import is_chunked
-from zerojax.offload.chunked import read_ahead
 
 
 class Alive:
@@ -37,30 +36,6 @@ class Alive:
         self.add(x.nbytes)
         weakref.finalize(copy, self.add, -x.nbytes)
         return copy
-
-
-def test_parts_come_in_order_and_within_the_limit():
-    alive, sizes = Alive(), [30, 10, 10, 10, 70, 10, 10] * 5
-    parts = [(size, i) for i, size in enumerate(sizes)]
-    read = lambda size, i: alive.watch(np.full(size, i, np.uint8))
-    order = iter(range(len(sizes)))
-    for part in read_ahead(read, parts, sizes, limit=50):  # enumerate would keep a part
-        i = next(order)
-        assert (part.nbytes, part[0]) == (sizes[i], i)
-        del part
-    assert alive.most == 70
-
-
-def test_an_error_of_a_part_is_raised_when_it_is_due():
-    def read(i):
-        if i == 2:
-            raise OSError("unreadable")
-        return i
-
-    found = read_ahead(read, [(i,) for i in range(4)], [1] * 4, limit=4)
-    assert [next(found), next(found)] == [0, 1]
-    with pytest.raises(OSError, match="unreadable"):
-        next(found)
 
 
 @pytest.mark.parametrize("block", [8, 64, 1 << 20])

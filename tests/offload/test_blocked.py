@@ -1,6 +1,5 @@
 """Blocks change where an update is computed, never what comes out, and its buffers stay where they are."""
 
-import inspect
 import re
 
 import jax
@@ -9,11 +8,11 @@ import numpy as np
 import optax
 import pytest
 from conftest import fraction
-from jax.experimental.compute_on import compute_on
 from jax.sharding import SingleDeviceSharding
 
 from zerojax.offload import blocked
 from zerojax.offload.blocked import LOOPS_BECOME_KERNELS, in_blocks
+from zerojax.offload.host import compute_on_host
 
 OPTIMIZERS = {
     "adamw": optax.adamw(1e-2, weight_decay=0.1),
@@ -85,20 +84,7 @@ def test_the_update_is_in_place_without_room_for_arrays(size, name):
     assert ('xla_cpu_small_call="true"' in text) == LOOPS_BECOME_KERNELS
 
 
-def on_the_host(fn, outputs):
-    """`fn` under `compute_on`, which is a context manager in jax 0.10 and takes the function in 0.12."""
-    if "out_memory_spaces" in inspect.signature(compute_on).parameters:
-        spaces = [jax.memory.Space.Host] * outputs
-        return compute_on(fn, compute_type="device_host", out_memory_spaces=spaces)
-
-    def within(*args):
-        with compute_on("device_host"):
-            return fn(*args)
-
-    return within
-
-
-@pytest.mark.parametrize("wrap", [lambda fn, _: fn, on_the_host], ids=["plain", "compute_on"])
+@pytest.mark.parametrize("wrap", [lambda fn: fn, compute_on_host], ids=["plain", "compute_on"])
 @pytest.mark.parametrize("kind", ["device", "pinned_host", "unpinned_host"])
 @pytest.mark.parametrize("size", [1 << 14, (1 << 14) - 3])
 def test_host_memory_is_updated_where_it_is(size, kind, wrap):
@@ -109,7 +95,7 @@ def test_host_memory_is_updated_where_it_is(size, kind, wrap):
     expected = jax.jit(step)(wide, scalars())
     grad, *state = jax.device_put(wide, there)
     places = [x.unsafe_buffer_pointer() for x in state]
-    jitted = jax.jit(wrap(update, 4), donate_argnums=1, out_shardings=there)
+    jitted = jax.jit(wrap(update), donate_argnums=1, out_shardings=there)
     compiled = jitted.lower(grad, state, scalars()).compile()
     assert not re.search(rf"f32\[{size}\]\S* copy\(", compiled.as_text())
     assert ('xla_cpu_small_call="true"' in compiled.as_text()) == LOOPS_BECOME_KERNELS

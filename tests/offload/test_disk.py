@@ -191,6 +191,20 @@ def test_an_error_before_a_write_has_begun_takes_no_buffer_away(tmp_path, monkey
         assert_holds(store, SAME, 1)
 
 
+def test_a_chunk_in_host_memory_has_no_file(tmp_path):
+    passed = []
+    with opened(tmp_path / "store", SAME[:3], in_memory=[1]) as store:
+        fill(store, SAME[:3], 0)
+        assert not folder.chunk_file(store.path, 1).exists()
+        moved = store.bytes_read, store.bytes_written
+        assert moved == (0, 2 * SAME[0].bytes)
+        store.write(1, arrays_of(SAME[1], (1, 1)))
+        assert_has(store.read(1).result(0), SAME[1], (1, 1))
+        store.copy(1, passed.append).result(0)
+        assert_has(passed[0], SAME[1], (1, 1))
+        assert (store.bytes_read, store.bytes_written) == moved
+
+
 # --- what is refused ---------------------------------------------------------------------------------------------
 
 

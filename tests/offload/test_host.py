@@ -1,6 +1,7 @@
 """Host memory, its speed, and the files of a state: decided from figures, without a model and without a GPU."""
 
 import errno
+import fcntl
 import os
 from types import SimpleNamespace
 
@@ -169,3 +170,37 @@ def test_a_lock_goes_with_its_object(tmp_path, monkeypatch):
         patched.setattr(os, "close", gone)
         held.release()
     folder.lock(tmp_path).release()
+
+
+def test_a_locked_folder_is_refused_and_one_that_cannot_be_locked_is_used(tmp_path, monkeypatch):
+    def no_locks(handle, how):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    held = folder.lock_folder(tmp_path)
+    with pytest.raises(BlockingIOError):
+        folder.lock_folder(tmp_path)
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    folder.lock_folder(tmp_path).release()
+    held.release()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({}, r"Offload\(\) offloads nothing\. Give optimizer="),
+        ({"params": "host"}, r"Offload\(params='host'\) offloads parameters without their optimizer state\. Give"),
+        ({"optimizer": "host", "fraction": True}, r"fraction=True\) is not valid"),
+        ({"optimizer": "host", "fraction": 1.5}, r"fraction=1\.5\) is not valid"),
+        ({"optimizer": "host", "path": "x"}, "contradicts itself"),
+        ({"optimizer": "disk"}, "contradicts itself"),
+        ({"optimizer": "disk", "path": ""}, "names no folder"),
+        ({"optimizer": "host", "host_bytes": 1}, "bounds the host memory of params"),
+        ({"optimizer": "host", "update": "host", "device_bytes": 0}, "instead of device_bytes="),
+        ({"optimizer": "host", "device_bytes": -1}, "device_bytes"),
+        ({"optimizer": "host", "chunk_bytes": 0}, "chunk_bytes"),
+        ({"optimizer": "disk", "params": "disk", "path": "x", "fraction": 0.5}, "Give fraction=1"),
+    ],
+)
+def test_fields_that_contradict_each_other_are_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        Offload(**fields)
