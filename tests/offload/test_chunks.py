@@ -1,6 +1,7 @@
 """Offloaded leaves are divided into chunks, which are written, read ahead, joined and kept without the whole leaf."""
 
 import concurrent.futures
+import contextlib
 import pickle
 
 import jax
@@ -57,14 +58,18 @@ def test_a_leaf_that_other_axes_divide_along_all_dims_is_one_chunk():
     assert chunking_of(leaf, 1) == Chunking(0, (leaf.local_shape[0],))
 
 
+def begun(place, path, **params):
+    """A state of one trace per parameter, which is offloaded, and its leaves."""
+    kept = Offload(place, path=path if place == "disk" else None, chunk_bytes=60)
+    tx = zero_shard(optax.trace(0.9), stage=3, mesh=mesh_of(4), tuning=Tuning(persist_below=1), offload=kept)
+    state = tx.create(params)
+    return state, jax.tree.leaves(state.opt_state, is_leaf=is_chunked)
+
+
 @pytest.fixture(params=["host", "disk"])
 def stored(request, tmp_path):
-    """The chunks of a state with one leaf, which is padded."""
-    path = tmp_path if request.param == "disk" else None
-    kept = Offload(request.param, path=path, chunk_bytes=60)
-    tx = zero_shard(optax.trace(0.9), stage=3, mesh=mesh_of(4), tuning=Tuning(persist_below=1), offload=kept)
-    state = tx.create({"w": jnp.ones((27, 5))})
-    (node,) = jax.tree.leaves(state.opt_state, is_leaf=is_chunked)
+    """A leaf that is padded, and has chunks of two lengths."""
+    state, (node,) = begun(request.param, tmp_path, w=jnp.ones((27, 5)))
     assert node.chunking == Chunking(0, (2, 2, 2, 1))
     yield node
     offload.close(state)
@@ -90,3 +95,21 @@ def test_a_leaf_goes_into_chunks_and_back(stored, monkeypatch):
 def test_an_offloaded_leaf_cannot_be_pickled(stored):
     with pytest.raises(TypeError, match=r"opt_state.*trace\['w'\] is offloaded, .* tx\.unshard\(opt_state\)"):
         pickle.dumps(stored)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_partial_restore_after_one_that_failed_keeps_only_unchanged_leaves(tmp_path, fails):
+    """The first restore failed while it wrote its first leaf, or after that."""
+    state, (first, *others) = begun("disk", tmp_path, w=jnp.ones((27, 5)), v=jnp.ones((8, 3)), u=jnp.ones((4, 9)))
+    wanted = [jax.device_get(joined(x)) for x in others]
+    ones = lambda box: np.ones([one.stop - one.start for one in box], first.dtype)
+    with pytest.raises(TypeError, match="not callable") if fails else contextlib.nullcontext():
+        filled(first, None if fails else ones)
+    with pytest.raises(ValueError, match="half written"):
+        kept(first)
+    restored = [filled(first, ones), *map(kept, others)]
+    assert jax.device_get(joined(restored[0])).all()
+    jax.tree.map(np.testing.assert_array_equal, [jax.device_get(joined(x)) for x in restored[1:]], wanted)
+    with pytest.raises(ValueError, match=f"have version {2 if fails else 3}, and this state has version 1"):
+        kept(others[0])
+    offload.close(state)

@@ -1,5 +1,6 @@
 """Host memory, its speed, and the files of a state: decided from figures, without a model and without a GPU."""
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -170,6 +171,17 @@ def test_a_lock_goes_with_its_object(tmp_path, monkeypatch):
         patched.setattr(os, "close", gone)
         held.release()
     folder.lock(tmp_path).release()
+
+
+@pytest.mark.parametrize("in_child", [False, True])
+def test_only_the_process_that_took_a_lock_unlocks(tmp_path, in_child):
+    """A forked process shares the open file, as a copy of the handle does."""
+    held = folder.lock(tmp_path)
+    copy, held._process = os.dup(held._handle), -1 if in_child else os.getpid()
+    held.release()
+    with pytest.raises(DiskError, match="in use") if in_child else contextlib.nullcontext():
+        folder.lock(tmp_path).release()
+    os.close(copy)
 
 
 def test_a_locked_folder_is_refused_and_one_that_cannot_be_locked_is_used(tmp_path, monkeypatch):

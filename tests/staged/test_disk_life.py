@@ -1,7 +1,6 @@
 """The whole life of parameters on disk without the model in memory: import, checkpoint, restore, export; and faults."""
 
 import collections
-import contextlib
 import time
 import weakref
 
@@ -20,7 +19,6 @@ import zerojax
 from zerojax import Offload, Precision, Tuning, zero_shard
 from zerojax.checkpoint import Checkpointer, CheckpointError, arrays, export, import_params, restoring, saving
 from zerojax.layout.leaf import is_chunked
-from zerojax.offload.chunked import filled, joined, kept
 from zerojax.offload.state_files import StateFiles
 from zerojax.staged.model_files import ModelFiles, files_of
 
@@ -313,22 +311,6 @@ def test_a_restore_that_fails_leaves_no_mixed_state(tmp_path, unpacked, monkeypa
         with pytest.raises(ValueError, match="half written or closed: a step, a restore or an import"):
             step(state, batch_of(1))
         step(saved.restore(state).state, batch_of(1))
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_a_partial_restore_after_one_that_failed_keeps_only_unchanged_leaves(tmp_path, fails):
-    """The first restore failed while it wrote its first leaf, or after that."""
-    _, _, state = begun(tmp_path / "run")
-    first, *others = filter(is_chunked, jax.tree.leaves(state.params, is_leaf=is_chunked))
-    wanted = [jax.device_get(joined(x)) for x in others]
-    zeros = lambda box: np.zeros([one.stop - one.start for one in box], first.dtype)
-    with pytest.raises(TypeError, match="not callable") if fails else contextlib.nullcontext():
-        filled(first, None if fails else zeros)
-    with pytest.raises(ValueError, match="half written"):
-        kept(first)
-    restored = [filled(first, zeros), *map(kept, others)]
-    assert not jax.device_get(joined(restored[0])).any()
-    assert_same([jax.device_get(joined(x)) for x in restored[1:]], wanted)
 
 
 def test_files_that_are_given_up_free_their_host_memory(tmp_path):

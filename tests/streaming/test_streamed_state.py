@@ -1,5 +1,6 @@
 """Offloaded optimizer state: the same numbers as without, little of it on the device, and clear errors."""
 
+import contextlib
 import functools
 import re
 import threading
@@ -11,15 +12,19 @@ import numpy as np
 import optax
 import optax.contrib
 import pytest
-from conftest import fraction, mesh_of, quick_or_slow
+from conftest import fraction, mesh_of, quick_or_slow, shape
 from models import OPTIMIZERS, awkward_batches, awkward_loss, awkward_params, floats_only
 from parity import assert_parity, train_plain
 
 from zerojax import Offload, Precision, Tuning, report, zero_shard
-from zerojax.layout.leaf import is_chunked
+from zerojax.layout.leaf import Leaf, is_chunked
 from zerojax.offload import host
 from zerojax.offload.chunked import joined
+from zerojax.offload.disk import BLOCK
+from zerojax.placement.storage import leaf_sharding
 from zerojax.streaming import stream as streaming
+from zerojax.streaming.first_state import checked_leaf
+from zerojax.streaming.stores import IN_FLIGHT, state_buffer_bytes
 
 # Bytes of a chunk: the larger leaves of the awkward model take several, the last one shorter.
 CHUNK = 64
@@ -385,6 +390,68 @@ def test_a_plain_state_is_adopted_into_chunks():
     expected = tx.update(jax.tree.map(jnp.ones_like, params), tx.init(params), params)[1]
     state = zero(optax.adam(1e-2), offload=offload()).create(params, opt_state=expected)
     chex.assert_trees_all_equal(logical(state), [np.asarray(x) for x in jax.tree.leaves(expected)])
+
+
+@pytest.mark.parametrize("as_array", [jnp.asarray, np.asarray])
+def test_master_weights_of_an_adopted_state_are_the_parameters(as_array):
+    params = {"w": as_array(np.linspace(0, 1, 119, dtype=np.float32).reshape(17, 7)), "n": as_array(np.arange(3))}
+    tx = zero(optax.sgd(0.1), offload=offload(), precision=Precision.bf16())
+    state = tx.create(params, opt_state=optax.sgd(0.1).init(params))
+    np.testing.assert_array_equal(tx.unshard(tx.weights(state.params, state.opt_state))["w"], params["w"])
+
+
+@pytest.mark.parametrize(
+    ("given", "planned", "may_be_wider", "found"),
+    [
+        ("float32", "float32", False, "float32"),
+        ("bfloat16", "float32", False, "float32"),
+        ("float32", "bfloat16", True, "float32"),
+        ("float32", "bfloat16", False, None),
+        ("float16", "bfloat16", True, None),
+        ("int32", "float32", True, None),
+        ("float32", "int32", True, None),
+        ("int8", "int32", True, None),
+        ("int32", "int32", False, "int32"),
+    ],
+)
+def test_an_adopted_leaf_keeps_its_values(given, planned, may_be_wider, found):
+    leaf = Leaf("['w']", (3, 5), jnp.dtype(planned), ("data",), 4, kind="sharded", dim=0)
+    error = r"opt_state\['w'\] is .*, which cannot represent every "
+    with pytest.raises(TypeError, match=error) if found is None else contextlib.nullcontext():
+        assert checked_leaf(np.ones((3, 5), given), leaf, may_be_wider=may_be_wider).dtype == found
+    for dims, also in (((4, 5), "; it is in storage already"), ((5, 3), "")):
+        with pytest.raises(ValueError, match=rf"\(logical shape\){also}\. Pass"):
+            checked_leaf(np.ones(dims, given), leaf, may_be_wider=may_be_wider)
+
+
+@pytest.mark.parametrize(
+    ("stage", "tuning", "moves"),
+    [(1, {}, True), (2, {}, True), (3, {}, False), (3, {"params_axis": "gpu"}, True)],
+)
+def test_updated_parameters_get_their_stored_layout(stage, tuning, moves):
+    tuning = Tuning(persist_below=20, **tuning)
+    tx = zero_shard(
+        optax.trace(0.9), stage=stage, mesh=mesh_of(2, 4), axis=("host", "gpu"), tuning=tuning, offload=offload()
+    )
+    plan = tx.create({"v": shape(8, 24), "w": shape(16, 8)}).plan
+    of_update = [
+        jax.device_put(np.full(g.storage_shape, k), leaf_sharding(tx.config, g)) for k, g in enumerate(plan.grads)
+    ]
+    update = streaming.StreamedUpdate(tx.config, plan)
+    for group in update.partition.groups:
+        given = [of_update[i] for i in group.params]
+        found = update.unsharded(group, list(given))
+        assert [a is b for a, b in zip(found, given, strict=True)] == [not moves] * len(given)
+        for i, x in zip(group.params, found, strict=True):
+            assert x.sharding.is_equivalent_to(leaf_sharding(tx.config, plan.trained.params[i]), 2)
+            np.testing.assert_array_equal(x, i)
+
+
+def test_buffers_are_as_large_as_the_chunks_in_flight(tmp_path):
+    tx = zero(optax.adam(0.1), offload=offload(tmp_path))
+    plan = tx.create({"w": shape(16, 8)}).plan
+    assert state_buffer_bytes(tx.config, plan) == 2 * IN_FLIGHT * 2 * BLOCK  # to read and to write two moments
+    assert state_buffer_bytes(tx.config, zero(optax.sgd(0.1)).create({"w": shape(16, 8)}).plan) == 0
 
 
 def test_a_disk_state_cannot_be_made_or_updated_in_a_program(tmp_path):
