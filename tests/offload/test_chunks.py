@@ -14,7 +14,9 @@ from conftest import mesh_of
 from zerojax import Offload, Tuning, offload, zero_shard
 from zerojax.layout.leaf import Leaf, is_chunked
 from zerojax.offload import chunked
-from zerojax.offload.chunked import Chunking, chunking_of, filled, joined, kept, read_ahead, replaced
+from zerojax.offload.chunked import Chunking, chunking_of, filled, joined, kept, read_ahead, replaced, row_chunkings_of
+
+F32 = np.dtype("float32")
 
 
 class AtOnce(concurrent.futures.Executor):
@@ -54,8 +56,20 @@ def test_an_error_of_a_part_is_raised_when_it_is_due():
 
 
 def test_a_leaf_that_other_axes_divide_along_all_dims_is_one_chunk():
-    leaf = Leaf("", (6, 8), np.dtype("float32"), ("data",), 2, others=("model", "model"))
+    leaf = Leaf("", (6, 8), F32, ("data",), 2, others=("model", "model"))
     assert chunking_of(leaf, 1) == Chunking(0, (leaf.local_shape[0],))
+
+
+def test_each_layer_of_a_stack_is_one_chunk():
+    leaf = lambda *dims, dim=1, **more: Leaf("", dims, F32, ("data",), 2, **{"kind": "sharded", "dim": dim, **more})
+    stacks = [leaf(6, 8, 4), leaf(6, 16), leaf(1, 2, 3), leaf(256, 2, 2)]
+    arrays = [leaf(5, 16), leaf(6, 8, 4, dim=0), leaf(6, 16, dim=0), leaf(257, 2, 2), leaf(0, 2, 2), leaf(6)]
+    arrays += [leaf(6, 8, 4, others=("model",)), leaf(6, 16, others=("model",))]
+    found = row_chunkings_of([*stacks, leaf(6, 8, kind="replicated", dim=None), *arrays], 40)
+    wanted = [Chunking(0, (1,) * leaf.shape[0]) for leaf in stacks] + [chunking_of(leaf, 40) for leaf in arrays]
+    assert found == dict(zip((0, 1, 2, 3, *range(5, 13)), wanted, strict=True))
+    assert [found[i].is_by_row(leaf) for i, leaf in enumerate(stacks)] == [True] * 4
+    assert not any(found[i].is_by_row(leaf) for i, leaf in enumerate(arrays, 5))
 
 
 def begun(place, path, **params):

@@ -43,6 +43,14 @@ def test_pinned_memory_is_preferred(kinds, kind):
     assert host.host_kind(fake_mesh(kinds=kinds)) == kind
 
 
+def test_an_array_is_copied_to_other_memory_alone():
+    x = jnp.ones(3)
+    moved = host.to_memory(x, "pinned_host")
+    assert moved.sharding.memory_kind == "pinned_host"
+    assert host.to_memory(x, "device") is x
+    assert host.to_memory(moved, "pinned_host") is moved
+
+
 def test_a_backend_without_host_memory_is_named():
     with pytest.raises(ValueError, match=r"The tpu backend has no host memory .* it has device, and"):
         host.host_kind(fake_mesh("tpu", ("device",)))

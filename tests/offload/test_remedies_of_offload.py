@@ -4,29 +4,23 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from conftest import mesh_of
 
 from zerojax import Offload, Tuning, offload, zero_shard
-from zerojax.checkpoint import Checkpointer, export, import_params
+from zerojax.checkpoint import Checkpointer
 from zerojax.offload.folder import DiskError
 
 PARAMS = {"w": jnp.linspace(0.1, 1, 64).reshape(8, 8), "b": jnp.ones(8)}
 SHAPES = jax.eval_shape(lambda: PARAMS)
-X = np.ones((16, 8), np.float32)
 ZERO = functools.partial(
     zero_shard, optax.sgd(0.1, momentum=0.9), stage=3, mesh=mesh_of(8), tuning=Tuning(persist_below=1)
 )
 
 
-def loss(params, x):
-    return jnp.mean((x @ params["w"] + params["b"]) ** 2)
-
-
-def on_disk(path, **options):
-    return ZERO(offload=Offload(optimizer="disk", path=path, update="device", **options))
+def on_disk(path):
+    return ZERO(offload=Offload(optimizer="disk", path=path, update="device"))
 
 
 def test_what_messages_about_folders_of_state_say_to_do_works(tmp_path):
@@ -55,29 +49,3 @@ def test_what_messages_about_folders_of_state_say_to_do_works(tmp_path):
         checkpoints.wait()
         offload.close(state)
         tx.unshard(checkpoints.restore(shapes).state.opt_state)
-
-
-def test_what_messages_about_parameters_on_disk_say_to_do_works(tmp_path):
-    tx = on_disk(tmp_path / "state", params="disk")
-    state = tx.create(PARAMS)
-    with pytest.raises(TypeError, match="Call it from Python"):
-        jax.jit(tx.eval_step(loss))(state.params, X)
-    np.testing.assert_allclose(tx.eval_step(loss)(state.params, X), loss(PARAMS, X), rtol=1e-5)
-    with pytest.raises(TypeError, match=r"Call the step as it is, outside of jax\.jit"):
-        tx.train_step(loss).trace(state, X)
-    with pytest.raises(
-        TypeError,
-        match=r"are on disk, and tx\.value_and_grad runs one program.*Train them with the step of tx\.train_step",
-    ):
-        tx.value_and_grad(loss)(state.params, X)
-    sharded = tx.shard(PARAMS)
-    with pytest.raises(ValueError, match=r"export\(params, path\), and then state.replace"):
-        tx.train_step(loss)(state.replace(params=sharded), X)
-    export(sharded, tmp_path / "weights")
-    state = state.replace(params=import_params(tmp_path / "weights", state.params))
-    state, metrics = tx.train_step(loss)(state, X)
-    np.testing.assert_allclose(metrics["loss"], loss(PARAMS, X), rtol=1e-5)
-    offload.close(state)
-    with pytest.raises(ValueError, match=r"zerojax\.offload\.close was called\. Make a state with tx\.create"):
-        tx.eval_step(loss)(state.params, X)
-    tx.eval_step(loss)(tx.create(PARAMS).params, X)

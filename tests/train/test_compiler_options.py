@@ -42,8 +42,16 @@ def test_the_update_of_offloaded_state_has_the_options(mesh):
     tx = zero_shard(optax.adam(1e-2), stage=3, mesh=mesh, offload=Offload(optimizer="host", update="device"))
     step, state = tx.train_step(loss, compiler_options={"no_such_option": 1}), tx.create({"w": jnp.ones((64, 256))})
     update, *_ = step.lower_update(state)
+    assert len(step.trace(state, jnp.ones((8, 64))).out_info) == 3  # a state, metrics, and what the update needs
     with pytest.raises(jax.errors.JaxRuntimeError, match="no_such_option"):
         update.compile()
+
+
+def test_a_step_that_offloads_nothing_is_one_program(mesh):
+    tx = zero_shard(optax.sgd(1e-2), stage=3, mesh=mesh, offload=Offload(optimizer="host"))
+    step, state = tx.train_step(loss), tx.create({"w": jnp.ones((4, 8))})
+    assert len(step.trace(state, BATCH).out_info) == 2
+    assert step.lower_update(state) == []
 
 
 def test_a_step_of_many_programs_takes_no_options(mesh, tmp_path):

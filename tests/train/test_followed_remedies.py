@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import zerojax
 from zerojax import Offload, Precision, Tuning, zero_shard
+from zerojax.checkpoint import export, import_params
 from zerojax.data import shard_batches
 from zerojax.metrics import Mean, PerRow, Sum
 
@@ -321,3 +322,33 @@ def test_what_messages_about_used_states_say_to_do_works():
         pickle.dumps(after)
     pickle.dumps(jax.device_get((HOST.unshard(after.params), HOST.unshard(after.opt_state, after.params))))
     jax.block_until_ready(one(after, X))
+
+
+def test_what_messages_about_parameters_on_disk_say_to_do_works(tmp_path):
+    tx = ZERO(stage=3, offload=Offload(optimizer="disk", params="disk", path=tmp_path / "state"))
+    with pytest.raises(ValueError, match="Leave out memory="):
+        tx.train_step(loss, memory="1 GB")
+    with pytest.raises(TypeError, match=r"Make it with this transformation's tx\.create"):
+        tx.train_step(loss)(TX.create(PARAMS), X)
+    state = tx.create(PARAMS)
+    with pytest.raises(TypeError, match="Call it from Python"):
+        jax.jit(tx.eval_step(loss))(state.params, X)
+    np.testing.assert_allclose(tx.eval_step(loss)(state.params, X), loss(PARAMS, X), rtol=1e-5)
+    with pytest.raises(TypeError, match=r"Call the step as it is, outside of jax\.jit"):
+        tx.train_step(loss).trace(state, X)
+    with pytest.raises(
+        TypeError,
+        match=r"are on disk, and tx\.value_and_grad runs one program.*Train them with the step of tx\.train_step",
+    ):
+        tx.value_and_grad(loss)(state.params, X)
+    sharded = tx.shard(PARAMS)
+    with pytest.raises(ValueError, match=r"export\(params, path\), and then state.replace"):
+        tx.train_step(loss)(state.replace(params=sharded), X)
+    export(sharded, tmp_path / "weights")
+    state = state.replace(params=import_params(tmp_path / "weights", state.params))
+    state, metrics = tx.train_step(loss)(state, X)
+    np.testing.assert_allclose(metrics["loss"], loss(PARAMS, X), rtol=1e-5)
+    zerojax.offload.close(state)
+    with pytest.raises(ValueError, match=r"zerojax\.offload\.close was called\. Make a state with tx\.create"):
+        tx.eval_step(loss)(state.params, X)
+    tx.eval_step(loss)(tx.create(PARAMS).params, X)

@@ -103,8 +103,8 @@ class PlannedStep:
         files = files_of(state.params)
         if files is None:
             raise TypeError(
-                'The state has no files, as tx.create makes it of shapes, and Offload(params="disk") trains from '
-                "files. Call tx.create with arrays, or with what tx.init_params returns."
+                'The state has no files, because another transformation made it, and Offload(params="disk") trains '
+                "from files. Make it with this transformation's tx.create, of arrays or of what tx.init_params returns."
             )
         if not {of.grad.index for of in self._trained.values()} <= files.leaves.keys():
             raise ValueError(
