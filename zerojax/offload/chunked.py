@@ -84,7 +84,7 @@ def row_chunkings_of(leaves: Sequence[Leaf], chunk_bytes: int) -> dict[int, Chun
     may_be = {
         i: leaf.shape[0]
         for i, leaf in enumerate(leaves)
-        if len(leaf.shape) > 1 and leaf.dim != 0 and not any(leaf.others[:1]) and 0 < leaf.shape[0] <= MOST_ROWS
+        if len(leaf.shape) > 1 and leaf.dim != 0 and not any(leaf.others[:1]) and leaf.shape[0] <= MOST_ROWS
     }
     lengths = {n for i, n in may_be.items() if len(leaves[i].shape) > 2}
     return {
