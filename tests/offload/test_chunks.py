@@ -63,7 +63,7 @@ def test_a_leaf_that_other_axes_divide_along_all_dims_is_one_chunk():
 def test_each_layer_of_a_stack_is_one_chunk():
     leaf = lambda *dims, dim=1, **more: Leaf("", dims, F32, ("data",), 2, **{"kind": "sharded", "dim": dim, **more})
     stacks = [leaf(6, 8, 4), leaf(6, 16), leaf(1, 2, 3), leaf(256, 2, 2)]
-    arrays = [leaf(5, 16), leaf(6, 8, 4, dim=0), leaf(6, 16, dim=0), leaf(257, 2, 2), leaf(6)]
+    arrays = [leaf(5, 16), leaf(6, 8, 4, dim=0), leaf(6, 16, dim=0), leaf(257, 2, 2), leaf(6, dim=0)]
     arrays += [leaf(6, 8, 4, others=("model",)), leaf(6, 16, others=("model",))]
     found = row_chunkings_of([*stacks, leaf(6, 8, kind="replicated", dim=None), *arrays], 40)
     wanted = [Chunking(0, (1,) * leaf.shape[0]) for leaf in stacks] + [chunking_of(leaf, 40) for leaf in arrays]
