@@ -68,8 +68,9 @@ def test_each_layer_of_a_stack_is_one_chunk():
     found = row_chunkings_of([*stacks, leaf(6, 8, kind="replicated", dim=None), *arrays], 40)
     wanted = [Chunking(0, (1,) * leaf.shape[0]) for leaf in stacks] + [chunking_of(leaf, 40) for leaf in arrays]
     assert found == dict(zip((0, 1, 2, 3, *range(5, 12)), wanted, strict=True))
-    assert [found[i].is_by_row(leaf) for i, leaf in enumerate(stacks)] == [True] * 4
-    assert not any(found[i].is_by_row(leaf) for i, leaf in enumerate(arrays, 5))
+    assert all(found[i].is_by_row(leaf) for i, leaf in enumerate(stacks))
+    assert not any(Chunking(0, (2,) * 3).is_by_row(leaf) for leaf in stacks)
+    assert not Chunking(0, (1,) * 6).is_by_row(leaf(6, dim=0))
 
 
 def begun(place, path, **params):
