@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import fcntl
+import functools
 import os
 from types import SimpleNamespace
 
@@ -21,6 +22,7 @@ from zerojax.offload.disk import BLOCK, ChunkSpec, checksum
 from zerojax.offload.folder import DiskError
 
 F32 = np.dtype("float32")
+ON_DISK = functools.partial(Offload, params="disk", optimizer="disk", path=".")
 GB = 10**9
 
 
@@ -205,22 +207,35 @@ def test_a_locked_folder_is_refused_and_one_that_cannot_be_locked_is_used(tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    ("make", "error", "message"),
     [
-        ({}, r"Offload\(\) offloads nothing\. Give optimizer="),
-        ({"params": "host"}, r"Offload\(params='host'\) offloads parameters without their optimizer state\. Give"),
-        ({"optimizer": "host", "fraction": True}, r"fraction=True\) is not valid"),
-        ({"optimizer": "host", "fraction": 1.5}, r"fraction=1\.5\) is not valid"),
-        ({"optimizer": "host", "path": "x"}, "contradicts itself"),
-        ({"optimizer": "disk"}, "contradicts itself"),
-        ({"optimizer": "disk", "path": ""}, "names no folder"),
-        ({"optimizer": "host", "host_bytes": 1}, "bounds the host memory of params"),
-        ({"optimizer": "host", "update": "host", "device_bytes": 0}, "instead of device_bytes="),
-        ({"optimizer": "host", "device_bytes": -1}, "device_bytes"),
-        ({"optimizer": "host", "chunk_bytes": 0}, "chunk_bytes"),
-        ({"optimizer": "disk", "params": "disk", "path": "x", "fraction": 0.5}, "Give fraction=1"),
+        (lambda: Offload(), ValueError, r"Offload\(\) offloads nothing\. Give optimizer="),
+        (lambda: Offload(params="host"), ValueError, r"Offload\(params='host'\) .* without their optimizer state"),
+        (lambda: Offload(optimizer="tape"), ValueError, r"Offload\(optimizer=\) is one of"),
+        (lambda: Offload(optimizer="host", params="tape"), ValueError, r"Offload\(params=\) is one of"),
+        (lambda: Offload(optimizer="host", params="disk"), ValueError, "Give optimizer='disk'"),
+        (lambda: Offload(optimizer="host", update="cpu"), ValueError, r"Offload\(update=\) is one of"),
+        (lambda: Offload(optimizer="host", chunk_bytes=0), ValueError, "no size of at least 1 bytes"),
+        (lambda: Offload(optimizer="host", fraction=True), ValueError, "number from 0 to 1"),
+        (lambda: Offload(optimizer="host", fraction="half"), ValueError, "number from 0 to 1"),
+        (lambda: Offload(optimizer="host", fraction=-0.01), ValueError, "number from 0 to 1"),
+        (lambda: Offload(optimizer="host", fraction=1.01), ValueError, "number from 0 to 1"),
+        (lambda: Offload(optimizer="host", path="f"), ValueError, "Give both, or neither"),
+        (lambda: Offload(optimizer="disk"), ValueError, "contradicts itself"),
+        (lambda: Offload(optimizer="host", update="host", device_bytes="1 GB"), ValueError, "device_bytes"),
+        (lambda: Offload(optimizer="disk", path="state", device_bytes="1 GB"), ValueError, "device_bytes"),
+        (lambda: Offload(optimizer="host", device_bytes=-1), ValueError, "device_bytes"),
+        (lambda: Offload(optimizer="disk", path=""), ValueError, "names no folder"),
+        (lambda: ON_DISK(optimizer="host"), ValueError, 'optimizer="disk"|optimizer='),
+        (lambda: ON_DISK(fraction=0.5), ValueError, "fraction=0.5"),
+        (lambda: ON_DISK(where=("*",)), ValueError, "where="),
+        (lambda: ON_DISK(update="host"), ValueError, "update='host'"),
+        (lambda: ON_DISK(host_bytes="8 gigs"), ValueError, "is no size"),
+        (lambda: Offload(optimizer="host", host_bytes="1 GB"), ValueError, 'bounds the host memory of params="disk"'),
+        (lambda: Offload(optimizer="host", where=[b"w"]), TypeError, r"Offload\(where=\) is a function of"),
+        (lambda: Offload(optimizer="host", update="host", device_bytes=0), ValueError, "device_bytes"),
     ],
 )
-def test_fields_that_contradict_each_other_are_refused(fields, message):
-    with pytest.raises(ValueError, match=message):
-        Offload(**fields)
+def test_fields_that_contradict_each_other_are_refused(make, error, message):
+    with pytest.raises(error, match=message):
+        make()

@@ -131,12 +131,6 @@ def test_a_nan_of_the_mesh_alone_is_located_too():
     assert "at stage 0, and finite on one device" in str(found)
 
 
-def test_a_nan_that_is_given_is_named():
-    params = {**PARAMS, "b": jnp.full(8, jnp.nan)}
-    found = compared(tx(), in_batch_negatives, params, BATCH, stages=0)
-    assert "the first nan is given in params['b']" in str(found)
-
-
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [

@@ -3,7 +3,6 @@
 import collections
 import functools
 
-import constructs
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -212,13 +211,3 @@ def test_a_model_names_axes_of_the_mesh_in_context(stage, mesh):
     with jax.set_mesh(mesh):
         value, grads = tx.value_and_grad(loss)(tx.shard(params), batch)
     assert_same((value, tx.unshard(grads)), jax.jit(jax.value_and_grad(program.loss))(params, batch))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", quick_or_slow([(name,) for name in [*constructs.TABLE][::2]], [("scan_everything",)]))
-def test_every_construct_around_a_parameter(name):
-    loss, params = constructs.TABLE[name], constructs.make_params()
-    batch, tx = TABLE["rows_alone"].batch(0)["x"][:, :8], zero(3, 8)
-    found = tx.value_and_grad(loss)(tx.shard(params), batch)
-    # bfloat16 gradients are summed over the devices in bfloat16, which has 8 bits of mantissa
-    assert_same(tx.unshard(found), jax.jit(jax.value_and_grad(loss))(params, batch), 3e-2 if "cast" in name else 3e-6)

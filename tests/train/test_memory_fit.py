@@ -218,18 +218,23 @@ def test_a_checkpoint_of_the_user_is_respected(mesh):
 
 
 @pytest.mark.parametrize(
-    ("error", "message", "options"),
+    ("options", "error", "message"),
     [
-        (ValueError, r"train_step\(memory=\)", {"memory": "many"}),
-        (ValueError, r"train_step\(memory=\)", {"memory": 0}),
-        (TypeError, r"train_step\(memory=\)", {"memory": [1]}),
-        (TypeError, "timeout is a number of seconds", {"timeout": True}),
-        (ValueError, "must be above 0 seconds", {"timeout": 0}),
-        (ValueError, "max_skips counts steps", {"max_skips": -1}),
-        (ValueError, "accumulate counts microbatches", {"accumulate": 0}),
+        ({"memory": "many"}, ValueError, r"train_step\(memory=\)"),
+        ({"memory": 0}, ValueError, r"train_step\(memory=\)"),
+        ({"memory": [1]}, TypeError, r"train_step\(memory=\)"),
+        ({"timeout": True}, TypeError, "is a number of seconds"),
+        ({"skip_nonfinite": "no"}, TypeError, r"skip_nonfinite=\) is True or False, not 'no'"),
+        ({"leaf_norms": "no"}, TypeError, r"leaf_norms=\) is True or False, not 'no'"),
+        ({"accumulate": 0}, ValueError, "accumulate.*at least 1.*0"),
+        ({"accumulate": 1.5}, TypeError, "accumulate.*int"),
+        ({"max_skips": -1}, ValueError, "max_skips.*at least 0"),
+        ({"timeout": "10"}, TypeError, "is a number of seconds"),
+        ({"timeout": 0}, ValueError, "above 0 seconds"),
+        ({"compiler_options": {1: 2}}, TypeError, "compiler_options has .* values are str, bool, int or"),
     ],
 )
-def test_an_option_is_checked_where_it_is_given(error, message, options):
+def test_an_option_is_checked_where_it_is_given(options, error, message):
     with pytest.raises(error, match=message):
         StepOptions(**options)
     StepOptions(memory="auto", timeout=0.5, max_skips=0)
