@@ -14,8 +14,10 @@ from jax.sharding import PartitionSpec as P
 
 from zerojax import jaxprs
 from zerojax.comm.collectives import Collectives
+from zerojax.comm.device_collectives import DeviceCollectives
 from zerojax.comm.manual import ManualCollectives, buckets_of
-from zerojax.comm.mesh import in_storage_shape
+from zerojax.comm.mesh import in_storage_shape, resolve_mesh
+from zerojax.comm.mesh import mapped as on_shards
 from zerojax.layout.leaf import Leaf
 
 AXES = ("host", "gpu")
@@ -158,3 +160,52 @@ def test_gradients_are_reduced_in_the_type_of_the_wire():
 def test_a_negative_bucket_size_is_refused():
     with pytest.raises(ValueError, match="bucket_bytes=-1 must be at least 0; 0 gathers every leaf by itself"):
         ManualCollectives(AXES, bucket_bytes=-1)
+
+
+@pytest.mark.parametrize("leaf", [INNER, dataclasses.replace(INNER, shape=(3, 10), dim=1)], ids=["even", "padded"])
+def test_a_device_keeps_its_part_of_a_shard_and_of_an_array_that_all_have(leaf):
+    """In device view by slices, and in global view by a constraint."""
+    over = dataclasses.replace(leaf, further=2)
+    x = np.arange(1.0, leaf.size + 1, dtype=np.float32).reshape(leaf.shape)
+    stored, extent = in_storage_shape(jnp.asarray(x), over), over.part_shape[over.dim]
+    device, whole = DeviceCollectives(AXES), Collectives(AXES, mesh=MESH)
+    parts = P(*[None] * leaf.dim, ("gpu", "host"))
+
+    def own(shard):
+        assert device.own_part(shard, leaf) is shard
+        assert dataclasses.replace(device, defers=True).own_part(shard, over) is shard
+        return device.own_part(shard, over), device.divided(jnp.asarray(x), over.dim, extent, ("gpu", "host"))
+
+    assert whole.own_part(x, over) is x
+    for found in (*mapped(own, over.spec, parts)(stored), whole.divided(x, over.dim, extent, ("gpu", "host"))):
+        np.testing.assert_array_equal(found, stored)
+        assert found.sharding.is_equivalent_to(NamedSharding(MESH, parts), found.ndim)
+    shapes = [dataclasses.replace(device, defers=on).grad_shape(over) for on in (False, True)]
+    assert shapes == [over.part_shape, over.local_shape]
+    shapes = [dataclasses.replace(whole, defers=on).grad_shape(leaf) for on in (False, True)]
+    assert shapes == [leaf.storage_shape, (2, *leaf.storage_shape)]
+
+
+def test_a_mapped_function_is_differentiated_and_batched_as_a_plain_one():
+    fn = lambda w, x, n: (jnp.sin(w) * x, n + 1)
+    run = on_shards(fn, mesh=MESH, in_specs=(P(), P("gpu"), P()), out_specs=(P("gpu"), P()), axis_names={"gpu"})
+    x, n = np.arange(16, dtype=np.float32).reshape(2, 8), np.arange(3)
+    batched = lambda each: lambda w: jax.vmap(each, (None, 0, None))(w, x, n)
+    derived = lambda: [jax.jvp(batched(each), (2.0,), (1.0,))[1][0] for each in (run, fn)]
+    values = lambda: [batched(each)(2.0) for each in (run, fn)]
+    found, expected = zip(*jax.jit(lambda: (derived(), values()), compiler_options=QUICK)(), strict=True)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "axes", "error", "message"),
+    [
+        (None, AXES, ValueError, r"names several axes.*Pass mesh=jax.make_mesh"),
+        (MESH, ("host", "data"), ValueError, r"The mesh has no axis 'data'"),
+        ("gpu", AXES, TypeError, "must be a jax.sharding.Mesh, not str"),
+    ],
+)
+def test_a_mesh_that_does_not_fit_its_axes_is_refused(mesh, axes, error, message):
+    with pytest.raises(error, match=message):
+        resolve_mesh(mesh, axes)
+    assert resolve_mesh(None, ("data",)).shape == {"data": jax.device_count()}

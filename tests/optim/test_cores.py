@@ -14,19 +14,22 @@ PARAMS = {"a": jax.ShapeDtypeStruct((16, 24), jnp.float32), "b": jax.ShapeDtypeS
 
 
 def listed(mix):
-    """A transformation whose state is a list in reversed order, with a sum over everything in front."""
+    """A transformation whose state is a list in reversed order, with a sum over everything in front.
+
+    The last part of the state has products that the update does not read.
+    """
 
     def init(params):
         sums = [jnp.zeros((x.shape[0],) * 2) for x in jax.tree.leaves(params)]
-        return [jnp.zeros((3, 5)), *sums[::-1]]
+        return [jnp.zeros((3, 5)), *sums[::-1], *sums[::-1]]
 
     def update(grads, state, params=None):
         leaves, tree = jax.tree.flatten(grads)
-        total, *sums = state
+        total, *sums = state[:3]
         sums = [s + g @ g.T for s, g in zip(sums[::-1], leaves, strict=True)]
         total = total + sum(g.sum() for g in leaves)
         moved = [s @ g * (jnp.sqrt(total[0, 0]) if mix else 1) for s, g in zip(sums, leaves, strict=True)]
-        return jax.tree.unflatten(tree, moved), [total, *sums[::-1]]
+        return jax.tree.unflatten(tree, moved), [total, *sums[::-1], *(s @ s for s in sums[::-1])]
 
     return optax.GradientTransformation(init, update)
 
@@ -36,12 +39,14 @@ def test_a_state_leaf_belongs_to_the_one_parameter_that_it_depends_on(mix):
     """Whatever its path; a norm of all gradients ties no parameter to another."""
     tx = zero_shard(listed(mix), stage=3, mesh=mesh_of(8), tuning=Tuning(persist_below=1, matrix_updates="owner"))
     plan = tx.create(PARAMS).plan
-    assert plan.leaves.param_of == (None, None, None)
+    assert plan.leaves.param_of == (None,) * 5
     finder = CoreFinder(plan.analysis(tx.config).traced, *plan.leaves)
-    assert finder.param_of == [None, 1, 0]
+    assert finder.param_of == [None, 1, 0, 1, 0]
     cores, refused = finder.find()
     assert sorted(cores) == [0, 1]
     assert not refused
+    paths = {i: {leaf.path for _, leaf in core.outs} for i, core in cores.items()}
+    assert paths == {0: {"['a']", "[2]", "[4]"}, 1: {"['b']", "[1]", "[3]"}}
 
 
 def factored(joint):
