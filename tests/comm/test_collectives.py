@@ -191,8 +191,9 @@ def test_a_mapped_function_is_differentiated_and_batched_as_a_plain_one():
     run = on_shards(fn, mesh=MESH, in_specs=(P(), P("gpu"), P()), out_specs=(P("gpu"), P()), axis_names={"gpu"})
     x, n = np.arange(16, dtype=np.float32).reshape(2, 8), np.arange(3)
     batched = lambda each: lambda w: jax.vmap(each, (None, 0, None))(w, x, n)
-    derived = lambda: [jax.jvp(batched(each), (2.0,), (1.0,))[1][0] for each in (run, fn)]
-    values = lambda: [batched(each)(2.0) for each in (run, fn)]
+    two = jnp.float32(2)
+    derived = lambda: [jax.jvp(batched(each), (two,), (two,))[1][0] for each in (run, fn)]
+    values = lambda: [batched(each)(two) for each in (run, fn)]
     found, expected = zip(*jax.jit(lambda: (derived(), values()), compiler_options=QUICK)(), strict=True)
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 

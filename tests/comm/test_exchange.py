@@ -21,7 +21,8 @@ class World:
     """
 
     def __init__(self):
-        self.count, self.theirs, self.said, self.now, self.then = 2, (), {}, time.monotonic(), lambda: None
+        self.count, self.theirs, self.said, self.started = 2, (), {}, []
+        self.now, self.then = time.monotonic(), lambda: None
 
     def key_value_set(self, key, text, *_):
         self.said[key] = text
@@ -67,7 +68,11 @@ def world(monkeypatch):
     monkeypatch.setattr(processes, "_exit", sys.exit)
     monkeypatch.setattr(processes.faulthandler, "dump_traceback", lambda file: None)
     monkeypatch.setattr(processes, "EVENTS", Events())
-    monkeypatch.setattr(Events, "_start", lambda self: None)
+    thread = lambda **_: (
+        found.threads.append(SimpleNamespace(start=lambda: None, join=found.sleep)) or found.threads[-1]
+    )
+    monkeypatch.setattr(processes.threading, "Thread", thread)
+    monkeypatch.setattr(processes.atexit, "register", lambda call: None)
     return found
 
 
@@ -128,7 +133,8 @@ def test_a_call_is_late_after_its_limit_without_time_in_which_the_machine_slept(
     assert ("within 6 s" in said) != ends
     assert said.count("did not end") == (1 if ends else 2)
     assert world.now - begin == (102 + 2.5 + 3 if ends else 112)  # the service ends with process 0, which waits 3 s
-    assert f"{STATE}/0" in world.said, "the watcher publishes this process's calls"
+    assert json.loads(world.said[f"{STATE}/0"])["beat"] == (2 if ends else 7)  # not more often than once a second
+    assert world.started == ["thread"]
 
 
 def test_a_process_whose_call_hangs_ends_if_another_failed_or_differs(world, capsys):

@@ -76,7 +76,7 @@ def is_of_all(mesh: Mesh) -> bool:
     """Return whether there are several processes, and each process has devices of the mesh."""
     if jax.process_count() == 1:
         return False
-    return {getattr(device, "process_index", 0) for device in mesh.devices.flat} == set(range(jax.process_count()))
+    return {device.process_index for device in mesh.devices.flat} == set(range(jax.process_count()))
 
 
 @functools.cache
