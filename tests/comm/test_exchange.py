@@ -1,6 +1,7 @@
 """Calls, messages and ends of several processes, with a clock and a service of the test: no process is started."""
 
 import json
+import re
 import sys
 import time
 from types import SimpleNamespace
@@ -68,11 +69,10 @@ def world(monkeypatch):
     monkeypatch.setattr(processes, "_exit", sys.exit)
     monkeypatch.setattr(processes.faulthandler, "dump_traceback", lambda file: None)
     monkeypatch.setattr(processes, "EVENTS", Events())
-    thread = lambda **_: (
-        found.threads.append(SimpleNamespace(start=lambda: None, join=found.sleep)) or found.threads[-1]
-    )
-    monkeypatch.setattr(processes.threading, "Thread", thread)
-    monkeypatch.setattr(processes.atexit, "register", lambda call: None)
+    thread = SimpleNamespace(start=lambda: found.started.append("thread"), join=lambda seconds: None)
+    fakes = {"Thread": lambda **_: thread, "Event": threading.Event, "get_ident": threading.get_ident}
+    monkeypatch.setattr(processes, "threading", SimpleNamespace(**fakes))
+    monkeypatch.setattr(processes, "atexit", SimpleNamespace(register=lambda call: None))
     return found
 
 
@@ -110,12 +110,13 @@ def test_calls_are_counted_if_all_processes_make_them(world, monkeypatch):
 
 @pytest.mark.parametrize("ends", [True, False])
 def test_a_call_is_late_after_its_limit_without_time_in_which_the_machine_slept(world, ends, capsys):
-    world.count, begin = 3, world.now
+    world.count, begin = 2 if ends else 3, world.now
     events, (first, call) = begun("step 0 with loss", "step 1 with loss")
     for each, seconds in ((first, None), (first, 50), (call, 3)):
         events.limit(each, seconds, ends=ends)
+    behind = world.count - 1
     world.calls(1, "step 0 with loss", "step 1 with loss")
-    world.calls(2, "step 0 with loss")
+    world.calls(behind, "step 0 with loss")
     naps = iter([2, 100, *[0.5] * 20])  # 100 s count as one
 
     def wait(_):
@@ -125,11 +126,12 @@ def test_a_call_is_late_after_its_limit_without_time_in_which_the_machine_slept(
         return nap is None
 
     events._at_end = SimpleNamespace(wait=wait)
-    late = f"step 1 did not end within {'timeout=' if ends else ''}3 s on process 0 of 3."
-    found = "process 2 was last seen in step 0 with loss: process 0 waits for it in a collective."
+    late = f"step 1 did not end within {'timeout=' if ends else ''}3 s on process 0 of {world.count}."
+    found = f"process {behind} was last seen in step 0 with loss: process 0 waits for it in a collective."
     assert world.ending(events._watch) == ((AGAIN, f"{late} {found}") if ends else None)
     said = capsys.readouterr().err
     assert late in said
+    assert re.findall(r"process \d was last seen", said) == [f"process {behind} was last seen"] * (1 if ends else 2)
     assert ("within 6 s" in said) != ends
     assert said.count("did not end") == (1 if ends else 2)
     assert world.now - begin == (102 + 2.5 + 3 if ends else 112)  # the service ends with process 0, which waits 3 s
