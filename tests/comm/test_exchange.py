@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+import threading
 import time
 from types import SimpleNamespace
 
