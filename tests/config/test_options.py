@@ -1,7 +1,9 @@
 """Every check of an option: the last value that passes, the first that is refused, and the records that result."""
 
+import pickle
 import warnings
 
+import cloudpickle
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,10 +14,12 @@ from flat_options import tuned
 from jax.sharding import AxisType, PartitionSpec
 
 from zerojax import Tuning, zero_shard
-from zerojax.config import Config, DataMesh, check_count, check_word, path_of
+from zerojax.config import Config, DataMesh, check_count, check_word, path_of, tuning
 from zerojax.config.chosen import LeafMask
+from zerojax.config.config import mesh_record, rebuilt_mesh
 from zerojax.config.data_mesh import axes_of, entry_axes, in_words, spec_entry
 from zerojax.config.precision import LARGEST_SCALE, DynamicScale, Precision
+from zerojax.config.tuning import OVERLAP, options_of_mesh
 from zerojax.config.wire import LEAST_BLOCKS, Wire
 from zerojax.offload.options import Offload
 
@@ -240,3 +244,39 @@ def test_entries_of_a_spec_and_their_axes_are_inverses():
     assert entry_axes(PartitionSpec.UNCONSTRAINED) == ()
     assert axes_of(PartitionSpec("a", ("b", "a")), (None, "c")) == ["a", "b", "a", "c"]
     assert in_words(("a", "b", "c")) == "axes 'a', 'b' and 'c'"
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "is_set"),
+    [
+        ((2, 4), {"shard_axis": ("gpu",)}, True),
+        ((2, 4), {"params_axis": ("gpu",)}, True),
+        ((2, 4), {}, False),  # all collectives are of one group
+        ((1, 8), {"shard_axis": ("gpu",)}, False),
+        ((8, 1), {"shard_axis": ("gpu",)}, False),
+        ((2, 4), {"shard_axis": ("gpu",), "stage": 0}, False),
+    ],
+)
+def test_two_collectives_run_at_once_on_gpus_where_they_have_two_groups(shape, options, is_set, monkeypatch):
+    found = Config(optax.sgd(1.0), **{"stage": 3, "user_mesh": mesh_of(*shape), "axis": AXES} | options)
+    assert options_of_mesh(found) == {}  # on CPUs
+    monkeypatch.setattr(tuning, "is_gpu", lambda config: True)
+    assert options_of_mesh(found) == ({OVERLAP: 2} if is_set else {})
+    monkeypatch.setenv("XLA_FLAGS", f"--{OVERLAP}=4")
+    assert options_of_mesh(found) == {}
+
+
+def test_a_pickled_configuration_has_the_mesh_of_the_same_devices():
+    again = cloudpickle.loads(cloudpickle.dumps(given := config(precision=Precision.bf16())))
+    with pytest.raises(AttributeError, match="no attribute 'tuning'"):
+        again.tuning  # noqa: B018
+    assert (again.user_mesh, again.precision) == (given.user_mesh, given.precision)
+
+
+def test_a_mesh_of_devices_that_are_not_there_is_refused():
+    *record, platform, ids = pickle.loads(pickle.dumps(mesh_record(mesh_of(4))))
+    assert rebuilt_mesh(*record, platform, ids) == mesh_of(4)
+    with pytest.raises(ValueError, match=r"\{'data': 4\} with the cpu devices .*77\].* no device 77, only \[0, "):
+        rebuilt_mesh(*record, platform, (0, 1, 2, 77))
+    with pytest.raises(ValueError, match="devices of other platforms"):
+        rebuilt_mesh(*record, "tpu", ids)

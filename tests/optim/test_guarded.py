@@ -117,3 +117,10 @@ def test_constants_are_among_the_operations():
     offset = np.array([1.0, 2.0, 3.0], np.float32)
     closed = optax.stateless(lambda grads, params: jax.tree.map(lambda g: g + offset, grads))
     assert any(name.startswith("constant float32[3] ") for name in described(closed).operations)
+
+
+def test_a_state_is_described_by_its_nested_types():
+    assert described(optax.adam(1e-3)).structure == "(ScaleByAdamState(*, params, params), EmptyState())"
+    init = lambda params: {"b": None, "a": [params, jnp.zeros(3)]}
+    nested = optax.GradientTransformation(init, lambda grads, state, params=None: (grads, state))
+    assert described(nested).structure == "dict('a': list(params, *), 'b': NoneType())"

@@ -17,8 +17,10 @@ from models import awkward_params
 from zerojax import Tuning, zero_shard
 from zerojax.comm.mesh import wait_if_simulated
 from zerojax.layout.tree import layout_of
-from zerojax.optim import logical_state
-from zerojax.optim.wrapped import with_extra_args
+from zerojax.optim import logical_state, mismatch
+from zerojax.optim.returned_state import as_planned
+from zerojax.optim.update import check_params, check_state
+from zerojax.optim.wrapped import FlatUpdate, UpdatedLeaves, with_extra_args
 from zerojax.train import eval_step
 from zerojax.train import step as train_step
 from zerojax.train.tree_api import TreeForm
@@ -48,6 +50,41 @@ def test_a_plan_survives_pickling_in_another_process_s_hash(mesh):
     assert "_hash" not in state
     assert type(plan)(**state) == plan
     assert pickle.loads(pickle.dumps(plan.grads)) == plan.grads
+
+
+def test_a_state_that_fits_is_compared_without_the_module_of_errors(mesh, monkeypatch):
+    tx = zero_shard(optax.adam(0.1), stage=3, mesh=mesh, tuning=Tuning(persist_below=10))
+    state = tx.create(UNEVEN)
+    called = []
+    monkeypatch.setattr(mismatch, "check_leaves_of_state", lambda *args, **options: called.append("state"))
+    monkeypatch.setattr(mismatch, "check_plan", lambda *args: called.append("plan"))
+    check_state(state.plan, state.opt_state)
+    check_params(tx.config, state.plan, state.params)
+    assert not called
+    narrow = lambda tree: jax.tree.map(lambda x: x.astype(jnp.float16), tree)
+    check_state(state.plan, narrow(state.opt_state))
+    check_params(tx.config, state.plan, narrow(state.params))
+    assert called == ["state", "plan"]
+
+
+def test_none_is_the_state_of_a_transformation_without_a_state(mesh):
+    plans = [zero_shard(tx, stage=1, mesh=mesh).create(UNEVEN).plan for tx in (optax.scale(0.1), optax.trace(0.9))]
+    assert [as_planned(plan, None) for plan in plans] == [optax.scale(0.1).init({}), None]
+
+
+@pytest.mark.parametrize(
+    ("kind", "shards", "updates", "expected"),
+    [
+        ("sharded", 8, "auto", True),
+        ("sharded", 8, "owner", True),
+        ("sharded", 8, "sharded", False),
+        ("sharded", 1, "auto", False),
+        ("flat", 8, "auto", False),
+    ],
+)
+def test_owners_are_for_leaves_that_are_divided(kind, shards, updates, expected):
+    leaf, config = SimpleNamespace(kind=kind, shards=shards), SimpleNamespace(matrix_updates=updates)
+    assert FlatUpdate(config, None, UpdatedLeaves((leaf,), (), ()), None).may_have_owners == expected
 
 
 @pytest.mark.parametrize("stage", [1, 3])

@@ -65,7 +65,7 @@ def structure_of(state: Any, params: Any) -> str:
     if state == params:
         return PARAMS
     if (data := state.node_data()) is None:
-        return LEAF if state.num_leaves else "None"
+        return LEAF
     kind, keys = data
     children = [structure_of(child, params) for child in state.children()]
     if kind is dict:
