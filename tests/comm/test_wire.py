@@ -22,7 +22,6 @@ from zerojax.comm.manual import ManualCollectives
 from zerojax.comm.quantised import Codec
 from zerojax.config.wire import FORMATS
 from zerojax.layout.leaf import Leaf
-from zerojax.train.same_run import run_record
 
 AXES = ("host", "gpu")
 BLOCK = 16
@@ -257,15 +256,6 @@ def test_the_estimate_sends_what_the_step_does(stage, options):
 
 
 @pytest.mark.slow
-def test_stored_parameters_stay_exact():
-    """What is rounded is the copy that the loss sees."""
-    tx = transformation(tx=optax.sgd(0.0))
-    state = tx.create(params())
-    state, _ = tx.train_step(loss)(state, BATCH)
-    jax.tree.map(np.testing.assert_array_equal, tx.unshard(state.params), params())
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_an_overflow_on_one_device_skips_the_step_on_all(stage):
     wire = WIRE if stage == 3 else dataclasses.replace(WIRE, gather=None)
@@ -292,16 +282,3 @@ def test_each_leaf_says_how_it_is_sent():
     plain = transformation(wire=None).create(params())
     assert "quantised" not in str(plain.plan)
     assert "sent as it is" not in str(plain.plan)
-
-
-@pytest.mark.slow
-def test_a_run_is_the_same_on_processes_that_choose_leaves_alike():
-    """Each has functions of its own, at other addresses; what they choose is compared."""
-
-    def record(where):
-        wire = Wire(gather="int8", block=BLOCK, where=lambda path, leaf: where in path)
-        tx = transformation(wire=wire, precision=Precision.bf16(keep=lambda path, leaf: "norm" in path))
-        return run_record(tx.config, tx.create(params()).plan)
-
-    assert record("up") == record("up")
-    assert record("up") != record("down")

@@ -114,32 +114,6 @@ def test_a_parameter_that_is_no_array(tx):
         tx.value_and_grad(mean_square)({**PARAMS, "act": lambda x: x}, ROWS)
 
 
-def decorated(params, batch, act, rate, *, train, name=None, key):
-    x = batch @ params["w"]
-    if train and name == "noisy":
-        x += rate * jax.random.normal(key, ())
-    return jnp.mean(act(x) ** 2)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("stage", "view", "accumulate"), [(1, "global", 1), (3, "global", 2), (3, "device", 1)])
-def test_flags_names_and_functions_among_the_arguments(stage, view, accumulate):
-    tx = zero(stage, view=view)
-    batch, key = jnp.ones((16, 16)) / 32, jax.random.key(0)
-    state, step = tx.create(PARAMS), tx.train_step(decorated, accumulate=accumulate)
-    gradient = tx.value_and_grad(decorated, accumulate=accumulate)
-    for train in (True, False):
-        options = {"train": train, "name": None if train else "noisy", "key": key}
-        expected = jax.value_and_grad(decorated)(PARAMS, batch, jnp.tanh, 0.5, **options)
-        value, grads = gradient(tx.shard(PARAMS), batch, jnp.tanh, 0.5, **options)
-        assert jnp.allclose(value, expected[0], rtol=1e-5)
-        assert jnp.allclose(tx.unshard(grads)["w"], expected[1]["w"], rtol=1e-4)
-    state, metrics = step(state, batch, jnp.tanh, 0.5, **options)
-    assert jnp.allclose(metrics["loss"], value, rtol=1e-5)
-    noisy, _ = gradient(tx.shard(PARAMS), batch, jnp.tanh, 0.5, train=True, name="noisy", key=key)
-    assert not jnp.allclose(noisy, value, rtol=1e-5)
-
-
 def test_a_state_that_grows(mesh):
     tx = zero_shard(optax.monitor({"norm": optax.tree.norm}), stage=1, mesh=mesh)
     with pytest.raises(ValueError, match=r"changes the tree of its state: .*has \.measurements\['norm'\] beyond.*init"):

@@ -230,26 +230,6 @@ def test_master_weights_and_microbatches():
         assert jnp.allclose(a, b, rtol=rounding, atol=rounding * jnp.abs(b).max())
 
 
-@pytest.mark.slow
-def test_a_skipped_step_leaves_everything_as_it_was():
-    tx = owned("shampoo", 3, mesh_of(8))
-    state = tx.create(params())
-    before = jax.device_get(state.opt_state)
-    state, metrics = tx.train_step(loss, skip_nonfinite=True)(state, jnp.full((24, 16), jnp.nan))
-    assert metrics["skipped"]
-    assert jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), before, jax.device_get(state.opt_state)))
-
-
-@pytest.mark.slow
-def test_fewer_matrices_than_devices_have_owners_of_several(monkeypatch):
-    """As large matrices would: here waiting costs nothing, and products much."""
-    monkeypatch.setattr(owned_module, "LATENCY", 0)
-    monkeypatch.setattr(owned_module, "FLOPS", 1)
-    tx = owned("muon", 3, mesh_of(8))
-    assert {each.within for each in found_by(tx, jax.eval_shape(params)).owned} != {1}
-    assert_parity(tx, loss, params(), batches(), reference=reference("muon"))
-
-
 def test_the_report_names_them():
     state = owned("muon", 3, mesh_of(8)).create(params())
     text = str(zerojax.report(state))

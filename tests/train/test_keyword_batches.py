@@ -16,13 +16,13 @@ PARAMS = {"w": jnp.linspace(-1, 1, 256).reshape(16, 16)}
 X, Y = jnp.sin(jnp.arange(128.0)).reshape(8, 16), {"left": jnp.cos(jnp.arange(8.0))}
 
 
-def loss(params, *, x, y, key, power=2, double=False):
-    h = jnp.tanh(x @ params["w"]).mean(1) * jax.random.uniform(key) ** 0
-    return jnp.mean((h - y["left"]) ** power) * (2 if double else 1)
+def loss(params, *, x, y, key, power=2, double=False, act=jnp.tanh, name=None):
+    h = act(x @ params["w"]).mean(1) * jax.random.uniform(key) ** 0
+    return jnp.mean((h - y["left"]) ** power) * (2 if double and name == "noisy" else 1)
 
 
 ROWS = {"x": X, "y": Y}
-OTHERS = {"key": jax.random.key(0), "power": 4, "double": True}
+OTHERS = {"key": jax.random.key(0), "power": 4, "double": True, "act": jnp.sin, "name": "noisy"}
 
 
 def zero(stage, **options):

@@ -4,7 +4,6 @@ import dataclasses
 import os
 import re
 import signal
-import threading
 import time
 import types
 
@@ -138,21 +137,3 @@ def test_it_names_the_process_it_waits_for_and_the_others_end_too():
     said = "zerojax: process 0 of 2 ended, and JAX's coordination service with it, after: step 3 did not end within"
     assert said in errors
     assert time.monotonic() - begun < 120
-
-
-@pytest.mark.slow
-def test_steps_in_time_are_left_alone_and_share_one_thread():
-    for _ in range(2):
-        step, state = begin(timeout=0.5)
-        for _ in range(3):
-            state, metrics = step(state, ROWS)
-            time.sleep(0.3)
-        jax.block_until_ready(metrics)
-        time.sleep(1)  # no step is in progress, so nothing is late
-    assert len([one for one in threading.enumerate() if one.name == "zerojax processes"]) == 1
-    used = state.replace(step=jnp.copy(state.step))
-    used.step.delete()
-    with pytest.raises(ValueError, match="used up"):
-        step(used, ROWS)
-    time.sleep(0.2)
-    assert not EVENTS._limited, "the results of steps that ended are kept"
