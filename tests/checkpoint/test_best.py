@@ -50,9 +50,9 @@ def test_after_going_back_the_best_is_of_the_steps_that_are_left(state, tmp_path
 def test_metrics_that_cannot_be_compared_are_named(state, tmp_path):
     with Checkpointer(tmp_path, keep=1, **LOWEST) as checkpoints:
         for metrics, named in (
-            (1.0, "metrics= is a float"),
-            ({"loss": jnp.ones(3)}, r"metrics\['loss'\] is an array of shape \[3\]"),
-            ({"loss": "low"}, r"metrics\['loss'\] is a str"),
+            (1.0, "metrics= is 1.0"),
+            ({"loss": jnp.ones(3)}, r"metrics\['loss'\] is Array"),
+            ({"loss": "low"}, r"metrics\['loss'\] is 'low'"),
         ):
             with pytest.raises(TypeError, match=named):
                 checkpoints.save(state, metrics=metrics)
@@ -61,11 +61,11 @@ def test_metrics_that_cannot_be_compared_are_named(state, tmp_path):
         assert checkpoints.steps() == []
         checkpoints.save(state, metrics={"loss": 1.0})
     other = Checkpointer(tmp_path, read_only=True, best_fn=lambda metrics: metrics["accuracy"])
-    with pytest.raises(CheckpointError, match=r"KeyError: 'accuracy' for the metrics of step 0, {'loss': 1.0}"):
+    with pytest.raises(CheckpointError, match="KeyError: 'accuracy'"):
         other.best()
-    with pytest.raises(ValueError, match="no best_fn"):
+    with pytest.raises(ValueError, match="best_fn, and there is none"):
         Checkpointer(tmp_path, read_only=True).best()
-    with pytest.raises(TypeError, match="not 'loss'"):
+    with pytest.raises(TypeError, match=r"best_fn= is a function.*not 'loss'"):
         Checkpointer(tmp_path, best_fn="loss")
     with pytest.raises(ValueError, match="'min', 'max', not 'least'"):
         Checkpointer(tmp_path, best_mode="least")

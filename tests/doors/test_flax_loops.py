@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint
 import pytest
 from conftest import mesh_of, quick_or_slow
 from flax import linen as nn
@@ -74,19 +73,6 @@ def test_a_linen_train_state_runs_unchanged(stage, sharded):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), tx.unshard(state.params), plain.params)
     fraction = report(state).bytes["opt_state"] / report(plain).bytes["opt_state"]
     assert fraction < (0.13 if stage else 1.01)
-
-
-@pytest.mark.slow
-def test_orbax_saves_a_train_state_as_it_is(tmp_path):
-    """As `Checkpointer` advises; a padded leaf is in it."""
-    tx = zero(3)
-    state = TrainState.create(apply_fn=Dense().apply, params=tx.shard(linen_params()), tx=tx)
-    with orbax.checkpoint.StandardCheckpointer() as checkpoints:
-        checkpoints.save(tmp_path / "state", state)
-        checkpoints.wait_until_finished()
-        found = checkpoints.restore(tmp_path / "state", state)
-    jax.tree.map(np.testing.assert_array_equal, found, state)
-    assert [x.sharding for x in jax.tree.leaves(found.params)] == [x.sharding for x in jax.tree.leaves(state.params)]
 
 
 def test_predicates_know_nnx_parameters_by_one_path(mesh):

@@ -64,9 +64,9 @@ def filled(tx, shapes, step=0, **options):
     return jax.tree.unflatten(structure, [fill(k, x) for k, x in enumerate(leaves)])
 
 
-def saved(folder, state, data=None, **options):
+def saved(folder, state, data=None, *, tx=None, **options):
     """Save a state, and open the folder for reading."""
-    with Checkpointer(folder) as checkpoints:
+    with Checkpointer(folder, tx=tx) as checkpoints:
         checkpoints.save(state, data, **options)
     return Checkpointer(folder, read_only=True)
 

@@ -14,8 +14,9 @@ import    `importing.py` reads parameters, through `safetensors.py` and `mapping
 reshard   `live.py` moves a state in memory into another layout, and compares leaves with `match` of `restoring.py`.
 
 `checkpointer.py` has the object that users call. The object saves, restores and verifies, one call at a time.
-`state_leaves.py` turns a state into named logical leaves, and converts a leaf to another layout. `data_state.py` writes
-the position of a data loader. `preemption.py` lets a signal start a last save. `errors.py` has the errors.
+`loop_state.py` turns the tree of a hand-written loop into a state. `state_leaves.py` turns a state into named logical
+leaves, and converts a leaf to another layout. `data_state.py` writes the position of a data loader. `preemption.py`
+lets a signal start a last save. `errors.py` has the errors.
 """
 
 from zerojax.checkpoint.checkpointer import Checkpointer

@@ -10,12 +10,13 @@ import warnings
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from zerojax.checkpoint import directory as folders
 from zerojax.checkpoint.best import BestFn, best_step, check_metrics
 from zerojax.checkpoint.data_state import encode
-from zerojax.checkpoint.errors import CheckpointError, attempt, no_zero_state
+from zerojax.checkpoint.errors import CheckpointError, attempt
+from zerojax.checkpoint.loop_state import as_state
 from zerojax.checkpoint.manifest import newest_verified, reading, retried, verify_steps
 from zerojax.checkpoint.restoring import Restored, restore
 from zerojax.checkpoint.saving import Save
@@ -25,7 +26,9 @@ from zerojax.config import check_count, check_word
 from zerojax.offload.folder import DiskError, Lock, lock
 from zerojax.placement.problems import problem_of
 from zerojax.train.same_run import require_same
-from zerojax.train.state import ZeroState
+
+if TYPE_CHECKING:
+    from jaxtyping import PyTree
 
 log = logging.getLogger("zerojax.checkpoint")
 
@@ -54,6 +57,7 @@ class Checkpointer:
         read_only: bool = False,
         best_fn: BestFn | None = None,
         best_mode: Literal["min", "max"] = "max",
+        tx: Any = None,
     ):
         """Open a directory, and create it if it does not exist.
 
@@ -66,6 +70,7 @@ class Checkpointer:
             best_fn: Returns the score of a checkpoint from the metrics that were saved with it, such as
                 `lambda metrics: metrics["loss"]`. The checkpoint with the best score is kept in addition to the newest.
             best_mode: Whether the smallest (`"min"`) or the largest (`"max"`) score is best. NaN is never best.
+            tx: The transformation of a hand-written loop. A `ZeroState`, or a `TrainState` with it, does not need it.
 
         Raises:
             CheckpointError: If another run writes to the directory, or this process cannot write to it.
@@ -81,15 +86,12 @@ class Checkpointer:
             raise ValueError(f"Checkpointer(timeout={timeout}) must be above 0 seconds.")
         check_word("Checkpointer(best_mode=)", best_mode, ("min", "max"))
         if best_fn is not None and not callable(best_fn):
-            raise TypeError(
-                f"Checkpointer(best_fn=) is a function of the saved metrics, not {best_fn!r}. To compare the metric "
-                f"'loss', give lambda metrics: metrics[\"loss\"]."
-            )
+            raise TypeError(f'best_fn= is a function, such as lambda metrics: metrics["loss"], not {best_fn!r}.')
         if not os.fspath(directory):
             raise ValueError('Checkpointer("") names no folder. Give one, such as "runs/gpt", or "." for this one.')
         self.directory = Path(directory).expanduser().absolute()
         self.keep, self.every, self.timeout, self.read_only = keep, every, timeout, read_only
-        self._best_fn, self._best_mode = best_fn, best_mode
+        self._best_fn, self._best_mode, self._tx = best_fn, best_mode, tx
         # All processes open checkpointers in the same order, so their messages have equal numbers in `Processes`.
         self._processes = Processes("checkpoint", timeout, error=CheckpointError)
         self._last_save: Save | None = None
@@ -122,7 +124,7 @@ class Checkpointer:
 
     def save(
         self,
-        state: ZeroState,
+        state: PyTree,
         data: Any = None,
         *,
         step: int | None = None,
@@ -135,11 +137,12 @@ class Checkpointer:
         still under way, this call waits for that save first.
 
         Args:
-            state: The state of the run.
+            state: The state of the run: a `ZeroState`, a Flax `TrainState`, or any other tree with parameters and their
+                optimizer state, such as `(params, opt_state)`. Other leaves are arrays, which are saved as they are.
             data: Small data to save with the state: a pytree of plain values, arrays, and objects with `get_state`
                 and `set_state`, such as grain's iterators. Each process writes a JSON file with its data.
             step: The number of the step. The default, `int(state.step)`, waits until the step is computed. To avoid
-                this wait, pass the step count of the training loop.
+                this wait, pass the step count of the training loop, which a tree without `step` needs.
             metrics: Numbers by name, for `best_fn`. This call does not wait for scalars that are still computed.
             force: Save even if the step is not a multiple of `every`.
 
@@ -150,49 +153,45 @@ class Checkpointer:
         Raises:
             CheckpointError: If this save cannot begin, or if the previous save failed. The message gives the reason
                 and the newest checkpoint. The state is unchanged.
-            TypeError: If `state` is not a `ZeroState`, `data` cannot be written, `step` is not an integer, or a metric
-                is not a number.
-            ValueError: If `step` is negative or differs between processes, or if `state` was donated to a step.
+            TypeError: If a leaf of `state` is not an array, `data` cannot be written, `step` is not an integer, or a
+                metric is not a number.
+            ValueError: If `step` is negative or differs between processes, or if `state` was donated to a step, or has
+                no optimizer state of `tx`, or several.
         """
-        if not isinstance(state, ZeroState):
-            raise no_zero_state("save takes", state)
         if problem := problem_of(None, "state", state) or problem_of(None, "metrics", metrics):
             raise ValueError(problem)
         if metrics is not None:
             check_metrics(metrics, self._best_fn)
         self._require_writable()
-        step = folders.step_number(state.step if step is None else step)
+        step = folders.step_number(getattr(state, "step", None) if step is None else step)
         with self._mutex:
             last = self._last_save
             if (step % self.every and not force) or (last is not None and last.step == step and last.error is None):
                 return False
+            zero_state, _ = as_state(state, self._tx)
             self.wait()
             text = json.dumps(encode(data))
             self._require_same("save", step=step)
-            save = Save(
-                self.directory, step, keep=self.keep, best=self._best, metrics=metrics, processes=self._processes
-            )
-            on_auto_mesh(None, save.begin, state, text)
+            save = Save(self.directory, step, prune=self._prune, metrics=metrics, processes=self._processes)
+            on_auto_mesh(None, save.begin, zero_state, text)
             self._last_save = save
             return True
 
     def _best(self) -> int | None:
         return None if self._best_fn is None else best_step(self.directory, self._best_fn, self._best_mode)
 
-    def best(self) -> int | None:
-        """Return the step whose metrics are best, or None if no checkpoint has metrics. Wait for the save under way.
+    def _prune(self) -> None:
+        folders.prune(self.directory, self.keep, self._best())
 
-        All processes must call this method. The first process reads the checkpoints.
+    def best(self) -> int | None:
+        """Wait for the save under way, and return the step whose metrics are best, or None if there are no metrics.
 
         Raises:
             CheckpointError: If the save failed, or `best_fn` raised an error.
             ValueError: If this object was made without `best_fn`.
         """
         if self._best_fn is None:
-            raise ValueError(
-                "best() compares metrics, and this Checkpointer has no best_fn. Give one, such as Checkpointer(..., "
-                'best_fn=lambda metrics: metrics["loss"], best_mode="min").'
-            )
+            raise ValueError("best() compares metrics by best_fn, and there is none. Give Checkpointer(..., best_fn=).")
         with self._mutex:
             self.wait()
             found: list[int | None] = [None]
@@ -201,7 +200,7 @@ class Checkpointer:
 
     def restore(
         self,
-        like: ZeroState,
+        like: PyTree,
         *,
         step: int | None = None,
         data: Any = None,
@@ -212,7 +211,8 @@ class Checkpointer:
 
         Args:
             like: A state of the same model and optimizer, at any stage, on any mesh, in any precision. Its leaves are
-                arrays, or shapes (`tx.create(shapes)`), which take no memory.
+                arrays, or shapes (`tx.create(shapes)`), which take no memory. It may be another kind of tree than the
+                saved state: a `TrainState`, a tree with `params` and `opt_state`, or a `ZeroState`.
             step: The step to restore; None restores the newest step.
             data: A template for the saved data. Its objects with `set_state` are set to their saved states, and the
                 saved values are returned in its pytree nodes. None returns the data in plain containers.
@@ -227,12 +227,20 @@ class Checkpointer:
         Raises:
             CheckpointError: If there is no such checkpoint, or another run replaced the checkpoint while it was read.
             DamagedError: If the checkpoint is damaged. The message names leaf, file, and the newest intact step.
-            TypeError: If `like` is not a `ZeroState`, or `step` is not an integer.
+            TypeError: If `step` is not an integer, or a leaf of `like` is not an array.
             ValueError: If checkpoint and `like` differ in optimizer, or in the names, shapes or types of leaves.
         """
+        check_word("restore(partial=)", partial, (False, True, "params"))
+        state, back = as_state(like, self._tx)
+        restored = self._restore(state, step=step, data=data, fallback=fallback, partial=partial)
+        return restored._replace(state=back(restored.state))
+
+    def _restore(
+        self, like: Any, *, step: int | None, data: Any = None, fallback: bool = False, partial: bool | str = False
+    ) -> Restored:
+        """Restore a state, as `restore` does, or parameters alone, if `like` is a tree of parameters."""
         with self._mutex:
             self.wait()
-            check_word("restore(partial=)", partial, (False, True, "params"))
             self._require_same("restore", step=step, fallback=fallback, partial=partial)
 
             def restored() -> Restored:

@@ -32,14 +32,6 @@ class DamagedError(CheckpointError):
         self.step, self.damage, self.intact = step, damage, intact
 
 
-def no_zero_state(wanted: str, found: Any) -> TypeError:
-    return TypeError(
-        f"{wanted} a ZeroState, as tx.create makes it for tx.train_step, not {type(found).__name__}. The state of your "
-        f"own loop, such as a TrainState, is a tree of sharded arrays: orbax.checkpoint.StandardCheckpointer saves it "
-        f"as it is, and restores it for this stage and mesh."
-    )
-
-
 def attempt(work: Callable[..., Any], *args: Any) -> str:
     """Call a function. Return its error as one line of text, or an empty string if it succeeds."""
     try:

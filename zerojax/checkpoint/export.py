@@ -26,7 +26,7 @@ from zerojax.checkpoint.errors import CheckpointError, attempt
 from zerojax.checkpoint.manifest import SavedLeaf, existing_step, reading, verified
 from zerojax.checkpoint.mapping import Names, Section, listed, resolve
 from zerojax.checkpoint.safetensors import METADATA, NAMES, Tensor, write_tensors
-from zerojax.checkpoint.state_leaves import leaves_of_tree, require_arrays, state_leaves
+from zerojax.checkpoint.state_leaves import state_leaves
 from zerojax.comm.mesh import on_auto_mesh
 from zerojax.comm.processes import Processes
 from zerojax.layout.leaf import Leaf, is_chunked
@@ -157,9 +157,7 @@ def stored_params(tree: ZeroState | PyTree) -> Iterator[tuple[tuple[str, ...], A
     """Yield the keys, stored array and layout of each parameter, or of its master weights if it has any."""
     if problem := problem_of(None, "state" if isinstance(tree, ZeroState) else "params", tree):
         raise ValueError(problem)
-    if not isinstance(tree, ZeroState):
-        require_arrays("params", tree)
-    leaves = state_leaves(tree).values() if isinstance(tree, ZeroState) else leaves_of_tree("params", tree)
+    leaves = state_leaves(tree).values()
     yield from ((one.path[1:], one.array, one.leaf) for one in leaves if one.path[0] == "params")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import warnings
@@ -14,15 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zerojax.checkpoint.directory import step_name
-from zerojax.checkpoint.errors import CheckpointError
-from zerojax.checkpoint.manifest import Manifest, newest_verified, reading, retried
+from zerojax.checkpoint.checkpointer import Checkpointer
 from zerojax.checkpoint.mapping import Names, Resolved, Section, listed, resolve
-from zerojax.checkpoint.restoring import NAMED, copies_of, match, read_matched
+from zerojax.checkpoint.restoring import NAMED, copies_of
 from zerojax.checkpoint.safetensors import DTYPES, Header, read_headers
-from zerojax.checkpoint.state_leaves import keys_of, leaf_name, leaves_of_tree, require_arrays
-from zerojax.comm.mesh import on_auto_mesh
-from zerojax.comm.processes import Processes
+from zerojax.checkpoint.state_leaves import keys_of, leaf_name
 from zerojax.layout.leaf import Leaf, is_chunked, is_padded, is_stored_node
 from zerojax.layout.padded import Padded
 from zerojax.offload.chunked import assembled, filled, parts_of
@@ -33,10 +28,6 @@ if TYPE_CHECKING:
     from jaxtyping import PyTree
 
 BLOCK_BYTES = 1 << 20
-OTHER_PARAMS = (
-    "Make the model of like= as the saved one was made. Or pass partial=True to read the parameters that match, and "
-    "keep the others of like=."
-)
 
 # The tensors of one leaf. Maps each index of the leaf's stacked dims to a tensor's header, and the section to read.
 Tensors = dict[tuple[int, ...], tuple[Header, Section]]
@@ -126,11 +117,10 @@ def restore_params(
 ) -> PyTree:
     """Read the parameters of a checkpoint, to begin a new run with them. Each device reads its own shard.
 
-    Stage, mesh, number of devices, precision and optimizer may differ from those of the run that saved the checkpoint.
-
     Args:
-        directory: The directory of a `Checkpointer`. The other run may still write to it.
-        like: As for `import_params`.
+        directory: The directory of a `Checkpointer`. The other run may have another stage, mesh, precision or
+            optimizer, and may still write to the directory.
+        like: As for `import_params`, with shardings.
         step: The step to read; None reads the newest step.
         partial: Allow parameters that only `like` or only the checkpoint has, or that have different shapes, such as
             LoRA factors or a new head. Such parameters of `like` keep their values, and a warning names them.
@@ -139,41 +129,20 @@ def restore_params(
         Parameters in the layout of `like`, as from `import_params`, for `tx.create` or `tx.init`.
 
     Raises:
-        CheckpointError: If there is no such checkpoint, or another run replaced the checkpoint while it was read.
-        DamagedError: If the checkpoint is damaged.
-        TypeError: If `step` is not an integer, or `like` has a leaf that is not an array.
-        ValueError: If parameters differ in names, shapes or kinds of types, and `partial` is false. With `partial`, if
-            no parameter is the same, or if `like` has only the shape of a parameter that the checkpoint lacks.
+        CheckpointError: If there is no such checkpoint; a `DamagedError` if it is damaged.
+        TypeError: If a leaf of `like` has no sharding.
+        ValueError: If parameters differ and `partial` is false, if none is the same, or if `like` has only the shape of
+            a parameter that the checkpoint lacks.
     """
-    root, tree = Path(directory).expanduser(), master_shapes(like) if isinstance(like, ZeroState) else like
-    require_arrays("params", tree)
-    processes = Processes("restore", error=CheckpointError)
-
-    def restored() -> tuple[PyTree, tuple[str, ...]]:
-        manifest = newest_verified(root, step, False, processes)
-        with reading(root, manifest):
-            return on_auto_mesh(None, functools.partial(read_params, root, manifest, partial), tree)
-
-    params, new = retried(restored) if processes.count == 1 else restored()
-    warn_of_kept(root, new)
-    return params
-
-
-def read_params(root: Path, manifest: Manifest, partial: bool, like: PyTree) -> tuple[PyTree, tuple[str, ...]]:
-    """Read the parameters of a verified checkpoint. Return them, and the names of those that keep values of `like`."""
-    wanted = {one.name: one for one in leaves_of_tree("params", like)}
-    for name, one in wanted.items():
-        if getattr(one.array, "sharding", None) is None:
-            raise ValueError(f"{name} of like= has no sharding. Give like= parameters as tx.shard places them.")
-        wanted[name] = dataclasses.replace(one, narrow=jnp.issubdtype(one.array.dtype, jnp.floating))
-    saved = [one for one in manifest.leaves if one.path[0] == "params"]
-    where = f"The checkpoint of step {manifest.step} in {root}"
-    matched = match(saved, wanted, partial=partial, where=where, remedy=OTHER_PARAMS)
-    arrays = read_matched(root / step_name(manifest.step), matched, wanted)
-    nodes, structure = jax.tree.flatten(like, is_leaf=is_stored_node)
-    pairs = zip(nodes, [arrays[name] for name in wanted], strict=True)
-    restored = [dataclasses.replace(node, storage=x) if is_padded(node) else x for node, x in pairs]
-    return structure.unflatten(restored), matched.missing
+    tree = master_shapes(like) if isinstance(like, ZeroState) else like
+    for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        if getattr(x, "sharding", None) is None:
+            name = leaf_name("params", path)
+            raise TypeError(f"{name} of like= is a {type(x).__name__} without a sharding. Place it with tx.shard.")
+    reader = Checkpointer(directory, read_only=True)
+    restored = reader._restore(tree, step=step, partial=partial)
+    warn_of_kept(reader.directory, restored.missing)
+    return restored.state
 
 
 def problems_of_tensors(headers: dict[str, Header], resolved: Resolved, leaves: list[Any]) -> Iterator[str]:

@@ -18,7 +18,6 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax.checkpoint.arrays import ReadRequest, as_keys, as_stored, place_whole
-from zerojax.checkpoint.errors import no_zero_state
 from zerojax.checkpoint.manifest import Manifest, SavedLeaf, made_by
 from zerojax.checkpoint.restoring import match, other_optimizer, read_request
 from zerojax.checkpoint.saving import record_of
@@ -48,7 +47,10 @@ def reshard(config: Config, state: ZeroState, to: Any, *, donate: bool) -> ZeroS
     if not isinstance(to := getattr(to, "config", to), Config):
         raise TypeError(f"to= takes the transformation that zero_shard returned, not {type(to).__name__}.")
     if not isinstance(state, ZeroState):
-        raise no_zero_state("reshard takes", state)
+        raise TypeError(
+            f"reshard takes a ZeroState, as tx.create makes it for tx.train_step, not {type(state).__name__}. Save "
+            f"the tree of your own loop with a Checkpointer, and restore it into the new layout."
+        )
     if problem := problem_of(config.mesh, "state", state):
         raise ValueError(problem)
     check_processes(config.mesh, to.mesh)

@@ -12,14 +12,13 @@ import logging
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from zerojax.checkpoint import arrays, data_state
 from zerojax.checkpoint.directory import step_name
-from zerojax.checkpoint.errors import no_zero_state
 from zerojax.checkpoint.manifest import Manifest, SavedLeaf, data_file, made_by
 from zerojax.checkpoint.state_leaves import StateLeaf, state_leaves, with_leaves
 from zerojax.comm.mesh import on_auto_mesh
@@ -32,6 +31,9 @@ from zerojax.optim.sharding_plan import ShardingPlan
 from zerojax.placement.storage import are_shapes
 from zerojax.train.state import ZeroState
 
+if TYPE_CHECKING:
+    from jaxtyping import PyTree
+
 log = logging.getLogger("zerojax.checkpoint")
 REMEDY = (
     "Make the state given as like= as the saved one was made. Or pass partial=True to restore what matches, or "
@@ -39,6 +41,10 @@ REMEDY = (
 )
 NAMED = 5
 NAMED_OPERATIONS = 6
+REMEDY_OF_PARAMS = (
+    "Make the model of like= as the saved one was made. Or pass partial=True to read the parameters that match, and to "
+    "keep the values of the others."
+)
 WEIGHTS = ("params", "mutable")  # the fields that partial="params" restores
 
 
@@ -46,7 +52,7 @@ class Restored(NamedTuple):
     """The result of restoring a checkpoint.
 
     Attributes:
-        state: The state, in the layout of `like`.
+        state: The state, in the form and layout of `like`.
         data: The data that was saved with the state.
         step: The step of the checkpoint.
         missing: Names of the leaves of `like` that were not restored; only with `partial=`.
@@ -54,7 +60,7 @@ class Restored(NamedTuple):
         cast: Names of frozen parameters that were rounded to the type in which this stage keeps them.
     """
 
-    state: ZeroState
+    state: Any
     data: Any
     step: int
     missing: tuple[str, ...] = ()
@@ -63,42 +69,47 @@ class Restored(NamedTuple):
 
 
 def restore(
-    root: Path, manifest: Manifest, like: ZeroState, *, data: Any, partial: bool | str, processes: Processes
+    root: Path, manifest: Manifest, like: ZeroState | PyTree, *, data: Any, partial: bool | str, processes: Processes
 ) -> Restored:
-    """Read a verified checkpoint. The arguments are those of `Checkpointer.restore`."""
-    if not isinstance(like, ZeroState):
-        raise no_zero_state("restore takes like=", like)
+    """Read a verified checkpoint. The arguments are those of `Checkpointer.restore`; a tree has only parameters."""
     folder = root / step_name(manifest.step)
     where = f"The checkpoint of step {manifest.step} in {root}"
     state, matched = on_auto_mesh(None, functools.partial(read_state, folder, manifest, partial, where), like)
-    if partial is True and (differing := {*matched.missing, *matched.unused}):
-        warnings.warn(
-            f"{where} differs from like= in {len(differing)} leaves. All others are restored, step {manifest.step} and "
-            f"the optimizer's counts among them. To begin a new run at step 0 with the weights alone, give "
-            f'partial="params".',
-            stacklevel=5,
-        )
     if matched.cast:
         log.info("Rounded to the type in which this stage keeps them: %s.", ", ".join(matched.cast))
-    data = read_data(folder, manifest, data, processes)
+    if isinstance(like, ZeroState):
+        data = read_data(folder, manifest, data, processes)
+        if partial is True and (differing := {*matched.missing, *matched.unused}):
+            warnings.warn(
+                f"{where} differs from like= in {len(differing)} leaves. All others are restored, step {manifest.step} "
+                f"and the optimizer's counts among them. To begin a new run at step 0 with the weights alone, give "
+                f'partial="params".',
+                stacklevel=6,
+            )
     return Restored(state, data, manifest.step, matched.missing, matched.unused, matched.cast)
 
 
 def read_state(
-    folder: Path, manifest: Manifest, partial: bool | str, where: str, like: ZeroState
-) -> tuple[ZeroState, Match]:
+    folder: Path, manifest: Manifest, partial: bool | str, where: str, like: ZeroState | PyTree
+) -> tuple[Any, Match]:
     """Read the state into the layout of `like`. Return the state, and the match of saved and wanted leaves."""
-    wanted = state_leaves(like)
-    matched = match(manifest.leaves, wanted, partial=partial, where=where, remedy=REMEDY)
-    if not partial and (warning := other_optimizer(manifest, like.plan, where, REMEDY)):
-        warnings.warn(warning, stacklevel=7)
-    return with_leaves(like, read_matched(folder, matched, wanted)), matched
-
-
-def read_matched(folder: Path, matched: Match, wanted: Mapping[str, StateLeaf]) -> dict[str, Any]:
-    """Read the leaves that match, and copy those of `wanted` that were not saved. Return all leaves by name."""
-    others = copies_of({name: wanted[name].array for name in matched.missing})
-    return read_leaves(folder, matched.pairs) | others
+    leaves, is_state = state_leaves(like), isinstance(like, ZeroState)
+    # The tree of a hand-written loop has no loss scale, and may have no step. With "params", `like` keeps its own.
+    optional = {"step", "scaling"} if partial != "params" else set()
+    optional |= set() if is_state else {"opt_state", "mutable"}
+    unwanted = optional - {leaf.path[0] for leaf in leaves.values()}
+    unsaved = optional - {leaf.path[0] for leaf in manifest.leaves}
+    saved = [leaf for leaf in manifest.leaves if leaf.path[0] not in unwanted]
+    wanted = {name: leaf for name, leaf in leaves.items() if leaf.path[0] not in unsaved}
+    matched = match(saved, wanted, partial=partial, where=where, remedy=REMEDY if is_state else REMEDY_OF_PARAMS)
+    if is_state and not partial and (warning := other_optimizer(manifest, like.plan, where, REMEDY)):
+        warnings.warn(warning, stacklevel=8)
+    restored = copies_of({name: wanted[name].array for name in matched.missing})
+    restored |= read_leaves(folder, matched.pairs)
+    for name in leaves.keys() - wanted.keys():
+        x, value = leaves[name].array, {"step": manifest.step, "scaling.scale": 1}.get(name, 0)
+        restored[name] = jnp.full(x.shape, value, x.dtype, device=x.sharding)
+    return with_leaves(like, restored), matched
 
 
 def copies_of(nodes: Mapping[str, Any]) -> dict[str, Any]:
@@ -216,7 +227,7 @@ def why_not_restorable(saved: SavedLeaf | None, wanted: StateLeaf) -> str:
 
 def is_rounded(saved: SavedLeaf, wanted: StateLeaf) -> bool:
     """Return whether restoring rounds the parameter `saved` to the narrower type of `wanted`, as `tx.create` does."""
-    return wanted.narrow and saved.dtype != wanted.dtype and widens_exactly(wanted.dtype, saved.dtype)
+    return wanted.narrow and saved.key is None and widens_exactly(wanted.dtype, saved.dtype)
 
 
 def takes_any_dtype(wanted: StateLeaf) -> bool:

@@ -30,7 +30,6 @@ import numpy as np
 
 from zerojax.checkpoint import arrays, directory
 from zerojax.checkpoint.arrays import is_key
-from zerojax.checkpoint.best import as_number
 from zerojax.checkpoint.errors import CheckpointError, attempt, in_one_line
 from zerojax.checkpoint.manifest import (
     ARRAYS,
@@ -71,22 +70,13 @@ Box = tuple[str, tuple[int, ...], np.ndarray]
 class Save:
     """A save that is under way or done. If the save failed, `error` is the error to raise; otherwise None."""
 
-    def __init__(
-        self,
-        root: Path,
-        step: int,
-        *,
-        keep: int | None,
-        best: Callable[[], int | None],
-        metrics: Mapping[str, Any] | None,
-        processes: Processes,
-    ):
-        """Prepare a save of `step` into `root`. `keep` and `processes` are those of the `Checkpointer`.
+    def __init__(self, root: Path, step: int, *, prune: Callable[[], None], metrics: Any, processes: Processes):
+        """Prepare a save of `step` into `root`.
 
-        `best` finds the best step, which is kept. Devices may still compute `metrics`, for which only the thread waits.
+        `prune` removes old checkpoints. Devices may still compute `metrics`, for which only the thread waits.
         """
         self.step, self.error, self.thread = step, None, None
-        self._keep, self._best, self._metrics, self._processes = keep, best, metrics, processes
+        self._prune, self._metrics, self._processes = prune, metrics, processes
         self._temporary = root / directory.temporary_name(step)
         self._mark = contextlib.ExitStack()  # unlocks the folder; closing it again does nothing
         self._pieces: list[tuple[str, PackedPiece]] = []  # the pieces that this process writes, by leaf
@@ -185,7 +175,7 @@ class Save:
             path.unlink()
         leaves = tuple(dataclasses.replace(leaf, pieces=tuple(pieces[leaf.name])) for leaf in manifest.leaves)
         made = made_by(self._processes.count)
-        metrics = self._metrics and {name: as_number(x) for name, x in self._metrics.items()}
+        metrics = self._metrics and {name: float(x) for name, x in self._metrics.items()}
         files = dict(sorted(files.items()))
         manifest = dataclasses.replace(manifest, leaves=leaves, files=files, made_by=made, metrics=metrics)
         damage = lacking(self._temporary, manifest)
@@ -197,7 +187,7 @@ class Save:
         root = self._temporary.parent
         directory.rename_later_steps(root, self.step)
         directory.commit(self._temporary, self.step)
-        if failure := attempt(lambda: directory.prune(root, self._keep, self._best())):
+        if failure := attempt(self._prune):
             log.warning("Older checkpoints in %s could not be removed: %s", root, failure)
 
     def _failed(self, error: BaseException) -> CheckpointError:

@@ -41,8 +41,11 @@ class StateLeaf:
         return str(self.array.dtype)
 
 
-def state_leaves(state: ZeroState) -> dict[str, StateLeaf]:
-    """Return the logical leaves of a state by name, in a fixed order of the state's fields."""
+def state_leaves(state: ZeroState | PyTree) -> dict[str, StateLeaf]:
+    """Return the logical leaves of a state, or of a tree of parameters, by name, in a fixed order of their fields."""
+    if not isinstance(state, ZeroState):
+        require_arrays("params", state)
+        return {one.name: dataclasses.replace(one, narrow=True) for one in leaves_of_tree("params", state)}
     for field in ("opt_state", "mutable"):
         require_arrays(field, getattr(state, field))
     plan = state.plan
@@ -68,21 +71,17 @@ def require_arrays(field: str, tree: PyTree) -> None:
             raise TypeError(f"{name} is {x!r}, a {type(x).__name__} of Python. Give an array: jnp.asarray({x!r}).")
 
 
-def with_leaves(like: ZeroState, arrays: dict[str, Any]) -> ZeroState:
-    """Return a state with the layout of `like` and the leaves `arrays`. This undoes `state_leaves`.
+def with_leaves(like: ZeroState | PyTree, arrays: dict[str, Any]) -> Any:
+    """Return a state or tree with the layout of `like` and the leaves `arrays`. This undoes `state_leaves`.
 
     `arrays` has an array in storage shape for each leaf of `like`, by name. For a parameter with master weights, the
     array has the master weights, and the narrow parameter is computed from them.
     """
+    if not isinstance(like, ZeroState):
+        return refilled("params", like, arrays)
     layout, (inner, masters) = like.plan.layout, split_masters(like.plan, like.opt_state)
-
-    def refilled(field: str, tree: PyTree) -> PyTree:
-        return jax.tree_util.tree_map_with_path(
-            lambda path, _: arrays[leaf_name(field, path)], tree, is_leaf=is_chunked
-        )
-
-    fields = {field: refilled(field, getattr(like, field)) for field in ("step", "scaling", "mutable")}
-    opt_state = refilled("opt_state", inner)
+    fields = {field: refilled(field, getattr(like, field), arrays) for field in ("step", "scaling", "mutable")}
+    opt_state = refilled("opt_state", inner, arrays)
     paths = key_paths(jax.tree.unflatten(layout.treedef, range(len(layout.params))))
     params = [arrays[leaf_name("params", path)] for path in paths]
     if masters:
@@ -98,6 +97,16 @@ def with_leaves(like: ZeroState, arrays: dict[str, Any]) -> ZeroState:
     params = [replaced(node, x) if is_chunked(node) and not is_chunked(x) else x for node, x in pairs]
     stored = jax.tree.unflatten(structure, params)
     return like.replace(params=stored, opt_state=opt_state, **fields)
+
+
+def refilled(field: str, tree: PyTree, arrays: dict[str, Any]) -> PyTree:
+    """Return a tree with the leaves `arrays`, by name. This undoes `leaves_of_tree`."""
+
+    def one(path: tuple, x: Any) -> Any:
+        array = arrays[leaf_name(field, path)]
+        return dataclasses.replace(x, storage=array) if is_padded(x) else array
+
+    return jax.tree_util.tree_map_with_path(one, tree, is_leaf=is_stored_node)
 
 
 def leaves_of_tree(field: str, tree: PyTree) -> list[StateLeaf]:

@@ -1,0 +1,148 @@
+"""Find parameters and optimizer state in the tree of a hand-written loop, such as a pair or a Flax `TrainState`.
+
+The tree becomes a `ZeroState`, so that both have the same names in a checkpoint. All other leaves become mutable state.
+Arrays of an optimizer state do not say how they are padded or flattened, so their layouts come from the plan of
+`tx.init`, whose leaves are found in the tree by their paths.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from zerojax.checkpoint.state_leaves import leaf_name
+from zerojax.config import Config, path_of
+from zerojax.layout.leaf import is_chunked, is_padded
+from zerojax.optim.sharding_plan import ShardingPlan, state_shapes
+from zerojax.placement.problems import problem_of
+from zerojax.placement.storage import are_shapes, place_replicated
+from zerojax.train.state import ZeroState
+
+if TYPE_CHECKING:
+    from jaxtyping import PyTree
+
+NAMED = 5
+
+
+def as_state(tree: PyTree, tx: Any) -> tuple[ZeroState, Callable[[ZeroState], PyTree]]:
+    """Convert a tree to a `ZeroState`, and return a function that converts such a state back to the tree's form.
+
+    `tx` placed the arrays. If it is None, a node at the top of the tree must have a `tx`. A leaf named `step` at the
+    top is the step. The scaling is None. A `ZeroState` is returned unchanged.
+    """
+    if isinstance(tree, ZeroState):
+        return tree, lambda state: state
+    config = config_of(tree, tx)
+    keyed, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_padded)
+    paths, nodes = [path_of(path) for path, _ in keyed], [placed(config, path, x) for path, x in keyed]
+    plan, params, opt_state = find_model(config, paths, nodes)
+    step = [i for i, path in enumerate(paths) if path == "step"]
+    found = {*step, *params, *opt_state}
+    rest = structure.unflatten([None if i in found else i for i in range(len(nodes))])
+    rest = jax.tree.map(lambda x: x if jax.tree.leaves(x) else None, rest, is_leaf=is_chunked)
+    # The top becomes a dict, whatever node it is, so that all trees have the names of a mutable state in a dict.
+    top = jax.tree_util.tree_flatten_with_path(rest, is_leaf=lambda x: x is not rest)[0]
+    others = {path_of(path): child for path, child in top}
+    state = ZeroState(
+        nodes[step[0]] if step else None,
+        plan.layout.treedef.unflatten([nodes[i] for i in params]),
+        jax.tree.structure(state_shapes(config, plan)).unflatten([nodes[i] for i in opt_state]),
+        None,  # pyright: ignore[reportArgumentType]
+        jax.tree.map(nodes.__getitem__, others),
+        plan,
+    )
+    check_parts(config, state)
+
+    def back(state: ZeroState) -> PyTree:
+        new = jax.tree.leaves((state.step, state.params, state.opt_state, state.mutable), is_leaf=is_padded)
+        new = dict(zip([*step, *params, *opt_state, *jax.tree.leaves(others)], new, strict=True))
+        given = [x for _, x in keyed]
+        return structure.unflatten([type(x)(new[i]) if isinstance(x, int) else new[i] for i, x in enumerate(given)])
+
+    return state, back
+
+
+def config_of(tree: PyTree, tx: Any) -> Config:
+    top = [tree, *jax.tree.leaves(tree, is_leaf=lambda x: x is not tree)]
+    given = [getattr(node, "tx", None) for node in top] if tx is None else [tx]
+    configs = {id(one): one for x in given if isinstance(one := getattr(x, "config", None), Config)}
+    if len(configs) == 1:
+        return next(iter(configs.values()))
+    raise TypeError(
+        f"A checkpoint of a {type(tree).__name__} needs the transformation that placed its arrays, because those of an "
+        f"optimizer state do not say how they are padded, and {len(configs) or 'no'} nodes of the tree have one as "
+        f".tx. Give one: Checkpointer(..., tx=tx)."
+    )
+
+
+def placed(config: Config, path: tuple, x: Any) -> Any:
+    """Return a leaf. Numbers, and arrays that JAX may move, are replicated, so that they can be used with the mesh."""
+    if is_padded(x) or (isinstance(x, jax.ShapeDtypeStruct) and x.sharding is not None):
+        return x
+    if isinstance(x, jax.Array) or (isinstance(x, int) and abs(x) < 2**31):  # such as the step of a new TrainState
+        return x if getattr(x, "committed", False) else place_replicated(config.mesh, x, shapes=False)
+    raise TypeError(
+        f"{leaf_name('state', path)} is a {type(x).__name__}, and a checkpoint has arrays of JAX. Give jnp.asarray(x), "
+        f"or a shape with a sharding, as tx.shard returns. Leave functions out: eqx.filter(model, eqx.is_array)."
+    )
+
+
+def find_model(config: Config, paths: list[str], nodes: list[Any]) -> tuple[ShardingPlan, list[int], list[int]]:
+    """Find parameters and their optimizer state among the leaves of a tree, and the plan by which they are stored."""
+    found: dict[frozenset[int], tuple] = {}
+    problem = f"no leaves of it have the paths of both: {', '.join(paths[:NAMED])}, ..."
+    for plan in config.plans.values():  # the plan of `init` comes before those of updates, which may know less
+        trees = plan.layout.treedef.unflatten(plan.layout.params), state_shapes(config, plan)
+        shapes = [(x.shape, getattr(x, "storage_shape", x.shape)) for x in jax.tree.leaves(trees)]
+        for (root, params), (other, state) in itertools.product(*(parts_like(paths, tree) for tree in trees)):
+            indices = [*params, *state]
+            if len({*indices}) < len(indices):  # moments have the same paths as the parameters
+                continue
+            stored = [(tuple(nodes[i].shape), tuple(jax.tree.leaves(nodes[i])[0].shape)) for i in indices]
+            if differ := [k for k, shape in enumerate(shapes) if stored[k] != shape]:
+                k = differ[0]
+                problem = f"{paths[indices[k]]} is stored with shape {stored[k][1]}, and the plan has {shapes[k][1]}"
+            else:
+                found.setdefault(frozenset(indices), (plan, params, state, root, other))
+    # A plan of a part of the parameters also fits.
+    largest = [one for indices, one in found.items() if not any(indices < other for other in found)]
+    named = [one for one in largest if one[3].rpartition("/")[2] == "params"] or largest
+    if len(named) == 1 and len({one[4] for one in largest}) == 1:
+        return named[0][:3]
+    if not found:
+        raise ValueError(
+            f"The tree has no parameters with an optimizer state of this transformation: {problem}. Give parameters "
+            f"that tx.shard or tx.init_params returned, and the state that tx.init of the same tx returned for them."
+        )
+    pairs = ", ".join(f"{root or 'the tree'} with {other}" for *_, root, other in largest[:NAMED])
+    raise ValueError(
+        f"Several parts of the tree could be the parameters and their optimizer state: {pairs}. A checkpoint has one "
+        f"model. Give the parameters the key 'params', and save each model with a Checkpointer of its own."
+    )
+
+
+def parts_like(paths: list[str], tree: PyTree) -> list[tuple[str, list[int]]]:
+    """Return the path, and the indices of the leaves, of each part that has leaves with the same paths as `tree`."""
+    wanted = [path_of(path) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
+    indices = {path: i for i, path in enumerate(paths)}
+    roots = {path.removesuffix(wanted[0]) for path in paths if path.endswith(wanted[0])} if wanted else {""}
+    roots = [root for root in sorted(roots) if not root or root.endswith("/") or wanted == [""]]
+    parts = [(root.removesuffix("/"), [indices.get(root + path, -1) for path in wanted]) for root in roots]
+    return [part for part in parts if -1 not in part[1]]
+
+
+def check_parts(config: Config, state: ZeroState) -> None:
+    """Raise a `ValueError` for arrays on another mesh, or another sharded optimizer state, whose layout is unknown."""
+    for name, part in (("params", state.params), ("opt_state", state.opt_state)):
+        if not are_shapes(part) and (problem := problem_of(config.mesh, name, part)):
+            raise ValueError(problem)
+    is_state = lambda x: isinstance(x, tuple) and type(x).__module__.partition(".")[0] == "optax"
+    others = jax.tree.leaves([x for x in jax.tree.leaves(state.mutable, is_leaf=is_state) if is_state(x)])
+    if not all(x.sharding.is_fully_replicated for x in others):
+        raise ValueError(
+            "The tree has another sharded optimizer state, whose arrays do not say how they are padded. Save each "
+            "model with a Checkpointer of its own."
+        )
