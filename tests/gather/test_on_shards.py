@@ -335,9 +335,7 @@ def test_parts_of_an_array_in_full_are_padded_with_ones(dim):
     x = jnp.arange(2 * 5 * 3.0).reshape(2, 5, 3)
     given = x if dim == 1 else x.ravel()
     parts = [Division(5, 2, 6, (), start) for start in (0, 2, 4)]
-    for fill, found in (
-        (1, [d.part(given, dim) for d in parts]),
-        (7, [d.fill(d.part(given, dim), dim, 7) for d in parts]),
-    ):
+    for fill in (1, 7):
+        found = [division.fill(division.part(given, dim), dim, fill) for division in parts]
         rows = jnp.concatenate([part.reshape(2, 2, 3) for part in found], 1)
         np.testing.assert_array_equal(rows, jnp.pad(x, [(0, 0), (0, 1), (0, 0)], constant_values=fill))
