@@ -11,7 +11,7 @@ import pytest
 from conftest import mesh_of, shape
 from flax import linen as nn
 from flax import nnx
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 from models import awkward_params
@@ -37,6 +37,7 @@ def test_extents_cover_the_dim_and_waste_less_than_one_shard(size, shards):
 
 
 @given(SHAPES, st.integers(1, 1024), st.integers(0, 3))
+@example((3,), 1, 3)
 def test_every_leaf_is_whole_or_shared_evenly(dims, shards, stage):
     layout = lay_out(shape(*dims), rules(stage, shards))
     for leaf in (*layout.params, *layout.grads):
@@ -45,6 +46,7 @@ def test_every_leaf_is_whole_or_shared_evenly(dims, shards, stage):
             assert leaf.local_shape == leaf.storage_shape == dims
             assert leaf.reason, "a leaf is not divided and nothing says why"
         else:
+            assert shards > 1 or leaf.kind == "sharded"
             assert math.prod(leaf.local_shape) * shards == math.prod(leaf.storage_shape)
     assert layout.params[0].kind == ("sharded" if stage == 3 and layout.grads[0].kind == "sharded" else "replicated")
 

@@ -1,6 +1,7 @@
 """Every quantity of one leaf, counted by hand; and how trees, states, chunks and masks of a few leaves are laid out."""
 
 import dataclasses
+import pickle
 import types
 
 import jax
@@ -9,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from conftest import shape
+from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,8 +18,8 @@ from zerojax import Precision, Wire
 from zerojax.config import DataMesh, LayoutPolicy
 from zerojax.layout.annotations import overwritten_leaves
 from zerojax.layout.leaf import OVERWRITE, Leaf, is_kept_whole, keep_whole, pad, reason_for, without_padding
-from zerojax.layout.padded import Padded
-from zerojax.layout.tree import REASON, lay_out, like_parameter, params_of_state
+from zerojax.layout.padded import Padded, stored_mask
+from zerojax.layout.tree import REASON, lay_out, lay_out_state, like_parameter, params_of_state
 from zerojax.offload.chunked import Chunking, chunking_of
 
 F32 = np.dtype("float32")
@@ -115,7 +117,7 @@ def test_a_padded_array_is_its_logical_array():
     assert (padded.extent, padded.ndim, padded.size, len(padded), padded.dtype) == (8, 2, 15, 3, F32)
     assert padded.storage.shape == (3, 8)
     assert not np.asarray(padded.storage)[:, 5:].any()
-    for same in (padded.logical(), np.asarray(padded), padded[:], list(padded), without_padding([padded])[0]):
+    for same in (padded.logical(), np.asarray(padded), padded[:], list(padded), without_padding([x, padded])[1]):
         np.testing.assert_array_equal(np.asarray(same), x)
     np.testing.assert_array_equal(padded @ jnp.ones(5), x.sum(1))
     np.testing.assert_array_equal(2 - padded, 2 - x)
@@ -123,6 +125,8 @@ def test_a_padded_array_is_its_logical_array():
     np.testing.assert_array_equal(padded >= 3, x >= 3)
     stacked = dataclasses.replace(padded, storage=jnp.stack([padded.storage] * 2))
     assert stacked.logical().shape == (2, 3, 5)
+    mask = {"p": dataclasses.replace(padded, storage=True), "x": False}
+    assert stored_mask(mask, "trainable").meant == {"p"}
     with pytest.raises(ValueError, match=r"padded to \[3, 8\] in storage.*array of shape \[3\]"):
         dataclasses.replace(padded, storage=jnp.ones(3))
     with pytest.raises(AttributeError, match=r"no 'T'.*shape \[3, 5\], padded to \[3, 8\]"):
@@ -148,6 +152,15 @@ def test_leaves_that_are_not_trained_say_why():
     assert alone.trained_only() is alone
     assert overwritten_leaves((), ["a", "b"], [shape(1)] * 2, overwrite=lambda path, x: path == "b") == {1}
     assert overwritten_leaves((), ["a", "b"], [shape(1)] * 2, known=[0]) == {0}
+    variable = nnx.variable_type_from_name(OVERWRITE, allow_register=True)(jnp.ones(3))
+    tree = [Padded(jnp.ones(4), (3,), 0), nnx.Param(jnp.ones(3)), variable]
+    assert overwritten_leaves(tree, ["a", "b", "c"], [shape(3)] * 3) == {2}
+
+
+def test_layouts_are_equal_if_their_fields_are():
+    one, again, other = (lay_out({"w": shape(size, 8)}, policy()) for size in (16, 16, 24))
+    assert (one, hash(one)) == (again, hash(again)) == (pickle.loads(pickle.dumps(one)), hash(one))
+    assert one not in (other, one.policy)
 
 
 def test_what_collectives_do_not_quantise_says_why():
@@ -205,6 +218,9 @@ def test_state_leaves_follow_their_parameter():
     assert like_parameter("h", shape(3), FLAT, True).kind == "flat"
     assert like_parameter("h", shape(3), FLAT, False).reason == "small; its update is not elementwise"
     assert like_parameter("h", shape(2, 3), FLAT, True).kind == "replicated"
+    small = lay_out([shape(3), shape(3)], policy())
+    state = lay_out_state([shape(3), shape(3)], small, param_of=(0, 1), flat=frozenset({0}))
+    assert [leaf.kind for leaf in state] == ["flat", "replicated"]
     scalar = lay_out(shape(), policy())
     assert params_of_state({"count": shape(), "mu": shape()}, scalar) == (None, None)
     vector = lay_out(shape(64), policy())
