@@ -1,4 +1,4 @@
-"""In which type the uses of a parameter want it, and what they compute from a narrow one."""
+"""In which type the uses of a parameter want it, and in which order of dims they leave its gradient."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from zerojax.gather.evaluate import Cast, demanded, evaluate_gathered
+from zerojax.gather.evaluate import Cast, demanded, evaluate_gathered, orders
 
 BF16, F16 = jnp.bfloat16, jnp.float16
 W, X = jnp.sin(jnp.arange(24.0)).reshape(2, 3, 4), jnp.cos(jnp.arange(12.0)).reshape(3, 4)
@@ -54,3 +54,34 @@ def test_other_uses_of_a_narrow_parameter_widen_it():
     jaxpr = jax.make_jaxpr(lambda w: (jnp.sin(w), w.T, jax.jit(lambda w: w)(w)))(W).jaxpr
     for x in evaluate_gathered(jaxpr, (), [Cast(W.astype(BF16), W.dtype)]):
         assert x.dtype == W.dtype
+
+
+PRODUCTS = {
+    "dense": (lambda w, x: x @ w, (4, 6), (2, 3, 4), (1, 0)),
+    "heads": (lambda w, x: jnp.einsum("bti,ihd->bthd", x, w), (4, 2, 3), (2, 3, 4), (1, 2, 0)),
+    "out of heads": (lambda w, x: jnp.einsum("bthd,hdo->bto", x, w), (2, 3, 4), (2, 5, 2, 3), (2, 0, 1)),
+    "on the left": (lambda w, x: w @ x, (6, 4), (4, 3), ()),
+    "experts": (lambda w, x: jnp.einsum("eti,eio->eto", x, w), (2, 4, 6), (2, 3, 4), (0, 2, 1)),
+    "cast": (lambda w, x: x @ w.astype(jnp.bfloat16), (4, 6), (3, 4), (1, 0)),
+    "remat": (jax.checkpoint(lambda w, x: jnp.tanh(x @ w)), (4, 6), (3, 4), (1, 0)),
+    "two that agree": (lambda w, x: (x @ w, x[:1] @ w), (4, 4), (3, 4), (1, 0)),
+    "two that do not": (lambda w, x: x @ w @ w.T, (4, 6), (3, 4), ()),
+    "no product": (lambda w, x: x * w, (4, 6), (4, 6), ()),
+}
+
+
+@pytest.mark.parametrize("use", PRODUCTS)
+def test_the_order_is_that_of_the_product(use):
+    fn, *shapes, order = PRODUCTS[use]
+    jaxpr = jax.make_jaxpr(fn)(*[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]).jaxpr
+    assert orders(jaxpr, jaxpr.invars[:1]) == [order]
+
+
+@pytest.mark.parametrize("use", ["dense", "heads", "out of heads", "experts"])
+def test_the_order_undoes_the_transpose_that_jax_ends_the_gradient_with(use):
+    fn, *shapes, order = PRODUCTS[use]
+    w, x = (jnp.ones(shape) for shape in shapes)
+    pull = jax.make_jaxpr(lambda w: jax.vjp(lambda w: fn(w, x), w)[1](jnp.ones_like(fn(w, x))))(w)
+    last = pull.jaxpr.eqns[-1]
+    assert last.primitive.name == "transpose"
+    assert [last.params["permutation"][dim] for dim in order] == list(range(w.ndim))

@@ -49,6 +49,7 @@ HERE = r"\[0\] test_working_set\.py:\d+"
 CASES = {
     "layer by layer": ([STACK], lambda a, x: scanned(x, a), 1, 2, ()),
     "constant of a loop": ([W], constant, 1, 1, ()),
+    "activations of its shape": ([W], lambda w, x: twice(w, x[:SIZE]), 1, 1, ()),
     "scan in a loop": ([STACK], lambda a, x: again(lambda x: scanned(x, a), x), 1, 6, (3, 3, HERE)),
     "index of a loop": ([STACK], lambda a, x: loop_of(lambda i: a[2 - i], x), 1, 6, (3, 3, HERE)),
     "index": ([STACK], lambda a, x: layer(x, a[x[0, 0].astype(int)]), 3, 3, ()),

@@ -138,16 +138,6 @@ def test_what_is_gathered_whole_or_kept_is_named_with_a_remedy(mesh):
     assert re.search(rf"{named} is gathered whole, or kept .*Scan over a stack", str(found)), found
 
 
-def test_weights_that_every_iteration_needs_and_activations_of_their_shape_are_no_finding(mesh):
-    def scanned(p, x):
-        w = jnp.tanh(p["w"])
-        return lax.scan(lambda x, _: (layer(x, w), None), x, None, length=LAYERS)[0].mean()
-
-    twice = lambda p, x: layer(layer(x, p["w"]), p["w"]).mean()
-    for loss, rows in ((scanned, X), (twice, SQUARE["w"])):
-        assert "gathered whole" not in str(checked(mesh, loss, SQUARE, rows))
-
-
 def test_a_loss_that_names_an_axis_cannot_be_compared_with_plain_jit(mesh):
     with pytest.raises(ValueError, match=r"names a mesh axis.*Check it without"):
         checked(mesh, lambda p, x: lax.pmean(x @ p["w"], "data").sum(), SQUARE, X, view="device")
