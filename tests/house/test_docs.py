@@ -250,6 +250,12 @@ def texts_of(path):
             yield node.value
 
 
+def test_every_symptom_begins_with_a_command():
+    symptoms = PAGES["troubleshooting.md"].split("\n## Messages of zerojax\n")[0].split("\n## ")[1:]
+    assert len(symptoms) >= 7
+    assert [text for text in symptoms if not re.match(r".*\n\n(.*\n\n)?```", text)] == []
+
+
 def test_the_messages_of_the_page_are_ours():
     ours, _ = PAGES["troubleshooting.md"].split("\n## Messages of JAX and XLA\n")
     quoted = re.findall(r"^### `(.*)`$", ours, re.M)
