@@ -2,6 +2,7 @@
 
 import itertools
 
+import constructs
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -231,15 +232,6 @@ def squares(x, params, batch):
     return jnp.mean((x @ params["embed"].T) ** 2)
 
 
-def shared_in_a_loop(params, batch):
-    def body(x, layer):
-        w, scale = layer
-        return x + jnp.tanh(x @ w @ params["shared"]) * scale, (x**2).mean()
-
-    x, norms = jax.lax.scan(body, embedded(params, batch), (params["stack"]["w"], jnp.arange(1.0, 4.0)), reverse=True)
-    return squares(x, params, batch) + (norms * jnp.arange(3.0)).sum()
-
-
 def transposed_stack(params, batch):
     x, _ = jax.lax.scan(
         lambda x, w: (x + jnp.tanh(x @ w), None), embedded(params, batch), jnp.swapaxes(params["stack"]["w"], 1, 2)
@@ -270,27 +262,10 @@ def microbatches_of_its_own(params, batch):
     return jax.lax.scan(one, jnp.zeros(()), batch["tokens"].reshape(2, -1))[0] / 2
 
 
-def indexed_by_the_batch(params, batch):
-    layer = batch["tokens"][0] % DEEP
-    x = embedded(params, batch)
-    for stack in params["stack"].values():
-        x = x + jnp.tanh(x @ stack[layer]) + jnp.tanh(x @ stack[1])
-    return squares(x, params, batch)
-
-
 def within_a_branch(params, batch):
     x = embedded(params, batch)
     x = jax.lax.cond(batch["tokens"][0] > 12, lambda: x @ params["shared"], lambda: x @ params["list"][0])
     return squares(x, params, batch)
-
-
-def of_weights_alone(params, batch):
-    decay = sum(jnp.sum(x**2) for x in jax.tree.leaves(params))
-    product = params["shared"] @ params["list"][1]
-    x = embedded(params, batch)
-    for _ in range(2):
-        x = jnp.tanh(x @ product)
-    return squares(x, params, batch) + 1e-3 * decay
 
 
 def convolved(params, batch):
@@ -309,14 +284,15 @@ def taught(params, batch):
     return jnp.mean(through**2) + jnp.mean((jax.lax.stop_gradient(student) - near) ** 2)
 
 
-ODD = [shared_in_a_loop, transposed_stack, of_a_while_loop, of_time_steps, microbatches_of_its_own]
-ODD += [indexed_by_the_batch, within_a_branch, of_weights_alone, convolved, taught]
+ODD = [transposed_stack, of_a_while_loop, of_time_steps, microbatches_of_its_own, within_a_branch, convolved, taught]
+CONSTRUCTS = [constructs.TABLE[name] for name in ("scan_everything", "indexed", "penalty", "changed_weights")]
 
 
-@pytest.mark.parametrize("loss", mostly_slow(ODD))
+@pytest.mark.parametrize("loss", mostly_slow([*ODD, *CONSTRUCTS]))
 def test_odd_losses_train_the_same(tmp_path, loss):
     """Parameters that a loss does not use have gradients of zeros, and still decay."""
-    assert_trains_the_same(tmp_path, loss, params=odd_params)
+    rows = {"params": constructs.make_params, "batch": lambda seed: jax.random.normal(jax.random.key(seed), (48, 8))}
+    assert_trains_the_same(tmp_path, loss, **(rows if loss in CONSTRUCTS else {"params": odd_params}))
 
 
 def test_a_stack_with_too_many_layers_is_refused(tmp_path, monkeypatch):
