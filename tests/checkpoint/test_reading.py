@@ -14,7 +14,9 @@ from conftest import mesh_of
 
 from zerojax import Offload, Precision, Tuning, zero_shard
 from zerojax.checkpoint import Checkpointer, arrays, saving
+from zerojax.checkpoint.export import gather_to_host
 from zerojax.layout.leaf import is_chunked
+from zerojax.offload import close
 
 
 class Alive:
@@ -108,3 +110,22 @@ def test_host_memory_holds_a_share_of_what_is_restored(way, folder, monkeypatch)
     )
     expected = np.asarray(jax.random.normal(jax.random.key(3), (64, 64)))
     assert np.array_equal(w, np.zeros((64, 64)) if way == "host" else expected.astype(w.dtype))
+
+
+def test_leaves_on_disk_are_copied_in_files_that_tensorstore_reads(tmp_path):
+    """In chunks along both dims, with padding, and of layers one by one."""
+    offload = Offload("disk", params="disk", path=tmp_path / "state", chunk_bytes=48)
+    tx = zero_shard(optax.trace(0.9), stage=3, mesh=mesh_of(4), tuning=Tuning(persist_below=1), offload=offload)
+    draw = lambda seed, *shape: jax.random.normal(jax.random.key(seed), shape)
+    given = {"long": draw(0, 27, 5), "wide": draw(1, 4, 50), "stack": draw(2, 3, 8, 5)}
+    state = tx.create(given)
+    for name, node in state.params.items():
+        for copy in arrays.begin_copy(node, tmp_path / name):
+            copy.result()
+        spec = {"driver": "zarr", "kvstore": {"driver": "file", "path": f"{tmp_path / name}/"}}
+        found = tensorstore.open(spec).result().read().result()
+        np.testing.assert_array_equal(found[tuple(map(slice, given[name].shape))], given[name])
+        for index in ((), (2,), (2, 1)):
+            np.testing.assert_array_equal(gather_to_host(node, node.leaf, index), given[name][index])
+    assert {len(node.chunking.extents): node.chunking.dim for node in state.params.values()} == {4: 0, 5: 1, 3: 0}
+    close(state)
