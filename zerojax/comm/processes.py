@@ -217,7 +217,7 @@ class Events:
             leave(1, say(difference))
 
     def _at_exit(self) -> None:
-        """End together with the other processes, or alone if one is dead, because JAX's shutdown would wait."""
+        """End together with the other processes, or alone if one is dead, for which JAX's shutdown would wait."""
         error = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
         try:
             if coordination_client() is not None:

@@ -33,7 +33,8 @@ class Codec:
     The error of an element has these bounds, where `max` is the largest magnitude in the element's block:
 
     - int8: `max / 254`; int4: `max / 14`. With stochastic rounding, the bound is twice as large.
-    - float8: 1/16 (e4m3fn) or 1/8 (e5m2) of the element, and of the smallest normal number for smaller elements.
+    - float8: 1/16 (e4m3fn) or 1/8 (e5m2) of the element, or, if that is larger, of the format's smallest normal number,
+      multiplied by the scale.
 
     Zeros stay zeros. A block with an infinity or NaN is decoded to values that are not finite.
     """

@@ -140,7 +140,7 @@ def kernel_rule(eqn: Any, row_dims: Sequence[RowDims], context: Context) -> list
 
 
 def declared_rule(eqn: Any, row_dims: Sequence[RowDims], context: Context) -> list[RowDims]:
-    """Return the dim that `zerojax.rows` declares, or the operand's row dims if the workers do not divide its size."""
+    """Return the dim that `zerojax.rows` declares. If the workers do not divide it, return the operand's row dims."""
     place = Place(eqn.params["dim"])
     return [on_dim(place.dim) if fits(place, eqn.outvars[0].aval.shape, context.count) else row_dims[0]]
 

@@ -126,7 +126,7 @@ def _row_dims(dim: Dim) -> Places:
 
 
 def _dim_in(var: Any, state: Any, count: int, may_combine: bool, flattens: bool) -> Dim:
-    """Return the divided dim of a result. If there is none: None if `may_combine` is true, or else `UNKNOWN`."""
+    """Return the divided dim of a result. Without one, return None if `may_combine` is true, otherwise `UNKNOWN`."""
     if state is None or len(state.places) > 1 or not (state.places or may_combine):
         return UNKNOWN
     place, shape = state.only, var.aval.shape

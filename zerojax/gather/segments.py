@@ -194,7 +194,7 @@ class Segment(abc.ABC):
     def pulled(
         self, residuals: BlockResiduals, gathered: Sequence, given: Sequence, comm: Collectives, sums: Sums, zero=None
     ) -> tuple[list, list]:
-        """Call `Passes.pull`: once per worker and without collectives if a cotangent has partial sums, or else once."""
+        """Call `Passes.pull` once or, if a cotangent has partial sums, once per worker and without collectives."""
         passes: Passes = residuals.passes
         kept, avals = (residuals.others, residuals.saved), [self.jaxpr.outvars[i].aval for i in passes.active_results]
         given = [x.sum(0) if self.has_rule and x.ndim > a.ndim else x for x, a in zip(given, avals, strict=True)]

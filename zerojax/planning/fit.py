@@ -160,7 +160,7 @@ class SearchSpace:
         return device.fitted(self.memory) if self.recompute else device.usable(self.memory)
 
     def batches(self, count: int) -> list[int]:
-        """Return the rows to try on `count` GPUs, or the most that the search doubles to if none are given."""
+        """Return the batch sizes to try: the given ones that `count` divides, or 1, 2, 4, ... rows per GPU."""
         doubled = [count << i for i in range(MOST_ROWS.bit_length())]
         return doubled if self.rows is None else [rows for rows in self.rows if rows % count == 0]
 

@@ -180,7 +180,7 @@ def trained_on_disk(config: Config, plan: ShardingPlan) -> dict[int, Trained]:
 
 
 def files_of_params(config: Config, layout: Layout, types: Sequence[Leaf]) -> ModelFiles:
-    """Return new files for parameters that no run uses yet. `types` are leaves with the types of the parameters."""
+    """Return new files, used by no run yet, for all parameters. `types` are leaves with the types of the parameters."""
     return _files(config, GIVEN, on_disk(config, layout, types))
 
 
