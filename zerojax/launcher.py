@@ -12,32 +12,20 @@ import functools
 import os
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Sequence
+from subprocess import DEVNULL, PIPE, Popen
 from typing import BinaryIO
-
-PR_SET_PDEATHSIG = 1  # an option of Linux's prctl
 
 
 def run_processes(command: Sequence[str], count: int, *, devices: int | None, restarts: int, grace: float) -> int:
     """Run a command in several processes until all of them have ended. If one fails, end the remaining ones.
 
     A killed process stands for a lost host: for each, a restart has one process fewer. After any other failure, a
-    restart has as many processes as before. SIGTERM, SIGHUP and Ctrl-C end the run without a restart.
-
-    Args:
-        command: The command that every process runs.
-        count: Number of processes. At least 1.
-        devices: Simulated CPU devices per process. If None, JAX uses the GPU with the number of the process.
-        restarts: How many times the run may start again.
-        grace: Seconds from SIGTERM to SIGKILL when the remaining processes are ended.
-
-    Returns:
-        0 if all processes have ended with 0, otherwise the exit status of the first failed process of the last attempt.
-        If a signal ended this process, the status is 128 plus the number of the signal, as in a shell.
+    restart has as many processes as before. SIGTERM, SIGHUP and Ctrl-C end the run without a restart. The result is the
+    exit status that the command `zerojax launch` documents.
     """
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `zerojax launch ... | head` ends the run
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -47,10 +35,6 @@ def run_processes(command: Sequence[str], count: int, *, devices: int | None, re
         if attempt:
             announce(f"restart {attempt} of {restarts} on {count} process{'' if count == 1 else 'es'}")
         statuses = run_once(command, count, devices, grace)
-        for index, status in enumerate(statuses):
-            if status:
-                how = f"exited with status {status}" if status > 0 else f"was ended by {signal.Signals(-status).name}"
-                announce(f"process {index} {how}")
         if not any(statuses):
             return 0
         count = max(1, count - statuses.count(-signal.SIGKILL))
@@ -60,23 +44,16 @@ def run_processes(command: Sequence[str], count: int, *, devices: int | None, re
 
 def run_once(command: Sequence[str], count: int, devices: int | None, grace: float) -> list[int]:
     """Run the processes until all have ended or one has failed. Return the statuses of all at this moment."""
-    follow = functools.partial(end_with, os.getpid(), ctypes.CDLL(None)) if sys.platform == "linux" else None
-    processes: list[subprocess.Popen[bytes]] = []
+    tie = functools.partial(end_with, os.getpid(), ctypes.CDLL(None)) if sys.platform == "linux" else None
+    # In its own group, a process does not get the Ctrl-C of a terminal, which is for the launcher.
+    start = functools.partial(Popen, command, stdin=DEVNULL, stdout=PIPE, stderr=PIPE, process_group=0, preexec_fn=tie)
+    processes: list[Popen[bytes]] = []
     readers: list[threading.Thread] = []
     shared = shared_environment(count, devices)
     try:
         for index in range(count):
             ranks = {"OMPI_COMM_WORLD_RANK": str(index), "OMPI_COMM_WORLD_LOCAL_RANK": str(index)}
-            one = subprocess.Popen(
-                command,
-                env=shared | ranks,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                process_group=0,  # so that a terminal sends Ctrl-C to the launcher alone
-                preexec_fn=follow,
-            )
-            processes.append(one)
+            processes.append(start(env=shared | ranks))
         announce("process ids " + " ".join(str(one.pid) for one in processes))
         for index, one in enumerate(processes):  # after all forks, because a process with threads should not fork
             for source, sink in ((one.stdout, sys.stdout.buffer), (one.stderr, sys.stderr.buffer)):
@@ -84,7 +61,12 @@ def run_once(command: Sequence[str], count: int, devices: int | None, grace: flo
                 readers[-1].start()
         while not any(one.poll() for one in processes) and any(one.returncode is None for one in processes):
             time.sleep(0.05)
-        return [one.returncode or 0 for one in processes]
+        statuses = [one.returncode or 0 for one in processes]
+        for index, status in enumerate(statuses):  # before the other processes complain about this one
+            if status:
+                how = f"exited with status {status}" if status > 0 else f"was ended by {signal.Signals(-status).name}"
+                announce(f"process {index} {how}")
+        return statuses
     finally:
         end(processes, grace)
         for reader in readers:
@@ -98,12 +80,12 @@ def shared_environment(count: int, devices: int | None) -> dict[str, str]:
         coordinator = f"127.0.0.1:{free.getsockname()[1]}"
     simulated = {} if devices is None else {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
     return {
-        **os.environ,
-        **simulated,
+        **(os.environ | simulated),
         "JAX_COORDINATOR_ADDRESS": coordinator,
         "JAX_COORDINATOR_BIND_ADDRESS": coordinator,  # by default, JAX listens on all network interfaces
         "OMPI_MCA_orte_hnp_uri": "zerojax launch",  # JAX only looks whether it is set
         "OMPI_COMM_WORLD_SIZE": str(count),
+        "ZEROJAX_PROCESSES": str(count),
         "PYTHONUNBUFFERED": "1",  # otherwise Python prints to a pipe only when its buffer is full
     }
 
@@ -114,7 +96,7 @@ def copy_lines(source: BinaryIO, sink: BinaryIO, index: int) -> None:
         sink.flush()
 
 
-def end(processes: Sequence[subprocess.Popen[bytes]], grace: float) -> None:
+def end(processes: Sequence[Popen[bytes]], grace: float) -> None:
     """Send SIGTERM to all processes. After `grace` seconds or a signal, send SIGKILL to those that still run."""
     limit = time.monotonic() + grace
     try:
@@ -131,9 +113,21 @@ def end(processes: Sequence[subprocess.Popen[bytes]], grace: float) -> None:
 
 def end_with(launcher: int, libc: ctypes.CDLL) -> None:
     """Let Linux kill this process when the launcher ends. Called in each process before its program."""
-    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     if os.getppid() != launcher:
         os._exit(1)  # the launcher had ended before
+
+
+def check_joined() -> None:
+    """Raise an error if `zerojax launch` started this process with others, but JAX does not know them."""
+    import jax
+
+    count = os.environ["ZEROJAX_PROCESSES"]
+    if count != "1" and jax.process_count() == 1:
+        raise ValueError(
+            f"zerojax launch started {count} processes, but JAX has 1, so each process would train alone. Call "
+            f"jax.distributed.initialize() right after importing jax."
+        )
 
 
 def announce(text: str) -> None:

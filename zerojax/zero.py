@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, Never
 
@@ -97,6 +98,10 @@ def zero_shard(
         from zerojax.config.tuning import unknown_option
 
         raise unknown_option("zero_shard", *next(iter(unknown.items())))
+    if "ZEROJAX_PROCESSES" in os.environ:  # `zerojax launch` sets it
+        from zerojax.launcher import check_joined
+
+        check_joined()
     if isinstance(tx, optax.MultiSteps):
         tx = tx.gradient_transformation()
     axes = resolve_axes(axis)

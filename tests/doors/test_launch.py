@@ -81,6 +81,13 @@ def test_a_restart_after_a_kill_has_one_process_fewer_and_after_an_error_as_many
     assert (status, own[1]) == (7, "zerojax: restart 1 of 1 on 2 processes")
 
 
+def test_a_program_that_does_not_join_is_refused(launched):
+    program = "import optax, zerojax\nzerojax.zero_shard(optax.sgd(1.0), stage=3)"
+    status, lines, _ = launched(program, "--devices", 1)
+    assert status == 1
+    assert any("zerojax launch started 2 processes, but JAX has 1" in line for line in lines)
+
+
 def test_the_launcher_does_not_import_jax_and_names_a_missing_program():
     code = "import sys, zerojax.cli, zerojax.launcher; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -18,7 +18,7 @@ import zerojax
 
 ROOT = pathlib.Path(zerojax.__file__).parent
 FLOORS = [
-    {"version", "primitives", "gpus", "units", "metrics", "internals"},
+    {"version", "primitives", "gpus", "units", "metrics", "internals", "launcher"},
     {"compat"},
     {"names"},
     {"compilations", "config", "jaxprs", "signatures"},
@@ -36,7 +36,7 @@ FLOORS = [
     {"transformation"},
     {"zero"},
     {"planning"},
-    {"data", "user_code", "doctor", "launcher"},
+    {"data", "user_code", "doctor"},
     {"__init__", "flax_nnx"},
     {"cli"},
     {"__main__"},
