@@ -236,8 +236,8 @@ EXPECTED = (
     Expectation(
         "mocked",
         "a program of eight devices on one GPU: bytes of its arguments / 12 bytes for an eighth of the parameters",
-        "options.md",
-        "16/N at\nstage 3",
+        "precision.md",
+        "| 3 | 4/N | 4/N | | 8/N | 16/N | 16/N |",
         0.98,
         1.05,
         eighth,
@@ -308,8 +308,8 @@ EXPECTED = (
     Expectation(
         "largest",
         "16 bytes for each parameter of the largest model without offload / memory of all GPUs",
-        "options.md",
-        "16/N at\nstage 3",
+        "precision.md",
+        "| 3 | 4/N | 4/N | | 8/N | 16/N | 16/N |",
         0.5,
         1.0,
         bytes_of_largest,
