@@ -34,7 +34,7 @@ def test_the_best_and_the_newest_stay(state, tmp_path, mode, losses, best, kept)
         assert (checkpoints.best(), checkpoints.steps()) == (best, kept)
     reopened = Checkpointer(tmp_path, read_only=True, **chosen)
     assert (reopened.best(), reopened.verify()) == (best, kept)
-    assert reopened.restore(state, step=kept[0]).step == kept[0]
+    assert reopened.restore(state).step == kept[-1]
 
 
 def test_after_going_back_the_best_is_of_the_steps_that_are_left(state, tmp_path):

@@ -15,7 +15,15 @@ import several
 from conftest import mesh_of
 
 from zerojax import Tuning, zero_shard
-from zerojax.checkpoint import Checkpointer, CheckpointError, export, import_params, importing, on_preemption
+from zerojax.checkpoint import (
+    Checkpointer,
+    CheckpointError,
+    export,
+    import_params,
+    importing,
+    on_preemption,
+    restore_params,
+)
 from zerojax.checkpoint.manifest import read_manifest
 from zerojax.checkpoint.saving import Save
 
@@ -65,6 +73,20 @@ def weights_through_a_mapping(tx, folder):
     assert read[sorted(params).index("stack")] == params["stack"].nbytes // 2
 
 
+def tree_of_a_loop(tx, directory):
+    """A key that each process has made for itself, and an int, are in the tree; the first process names the best."""
+    params = tx.shard({"w": np.arange(45.0).reshape(5, 9)})
+    tree = {"params": params, "opt_state": tx.init(params), "key": jax.random.key(7), "epoch": 3}
+    with Checkpointer(directory, tx=tx, best_fn=lambda metrics: metrics["loss"], best_mode="min") as checkpoints:
+        for step, loss in ((1, 1.0), (2, 2.0)):
+            checkpoints.save(tree, step=step, metrics={"loss": jnp.float32(loss)})
+        assert checkpoints.best() == 1
+        found = checkpoints.restore(tree).state
+    assert found["epoch"] == 3
+    assert jax.random.key_data(found["key"]).tolist() == [0, 7]
+    assert steps_told(restore_params(directory, params)["w"] * 0) == {0}
+
+
 def save_and_restore(tx, directory, index):
     checkpoints = Checkpointer(directory)
     for step in (1, 2):
@@ -74,6 +96,7 @@ def save_and_restore(tx, directory, index):
     assert restored.data == {"process": index}
     checkpoints.close()
     weights_through_a_mapping(tx, directory / "weights")
+    tree_of_a_loop(tx, directory / "loop")
 
 
 def leave(tx, directory):

@@ -7,13 +7,16 @@ Arrays of an optimizer state do not say how they are padded or flattened, so the
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
 
+from zerojax.checkpoint.arrays import is_key
 from zerojax.checkpoint.state_leaves import leaf_name
+from zerojax.comm.mesh import replicated
 from zerojax.config import Config, path_of
 from zerojax.layout.leaf import is_chunked, is_padded
 from zerojax.optim.sharding_plan import ShardingPlan, state_shapes
@@ -47,7 +50,7 @@ def as_state(tree: PyTree, tx: Any) -> tuple[ZeroState, Callable[[ZeroState], Py
     top = jax.tree_util.tree_flatten_with_path(rest, is_leaf=lambda x: x is not rest)[0]
     others = {path_of(path): child for path, child in top}
     state = ZeroState(
-        nodes[step[0]] if step else None,
+        nodes[step[0]] if step else None,  # pyright: ignore[reportArgumentType]
         plan.layout.treedef.unflatten([nodes[i] for i in params]),
         jax.tree.structure(state_shapes(config, plan)).unflatten([nodes[i] for i in opt_state]),
         None,  # pyright: ignore[reportArgumentType]
@@ -83,11 +86,19 @@ def placed(config: Config, path: tuple, x: Any) -> Any:
     if is_padded(x) or (isinstance(x, jax.ShapeDtypeStruct) and x.sharding is not None):
         return x
     if isinstance(x, jax.Array) or (isinstance(x, int) and abs(x) < 2**31):  # such as the step of a new TrainState
-        return x if getattr(x, "committed", False) else place_replicated(config.mesh, x, shapes=False)
+        return x if getattr(x, "committed", False) else replicate(config, x)
     raise TypeError(
         f"{leaf_name('state', path)} is a {type(x).__name__}, and a checkpoint has arrays of JAX. Give jnp.asarray(x), "
         f"or a shape with a sharding, as tx.shard returns. Leave functions out: eqx.filter(model, eqx.is_array)."
     )
+
+
+def replicate(config: Config, x: Any) -> jax.Array:
+    """Replicate a value that all processes have. A key is moved as its data: JAX copies no key to other processes."""
+    if isinstance(x, jax.Array) and is_key(x):
+        wrap = functools.partial(jax.random.wrap_key_data, impl=jax.random.key_impl(x))
+        return jax.jit(wrap, out_shardings=replicated(config.mesh))(replicate(config, jax.random.key_data(x)))
+    return place_replicated(config.mesh, x, shapes=False)
 
 
 def find_model(config: Config, paths: list[str], nodes: list[Any]) -> tuple[ShardingPlan, list[int], list[int]]:

@@ -100,8 +100,7 @@ class Manifest:
     files: dict[str, tuple[int, str]]  # size and sha256 of every file except the manifest and its digest, by path
     made_by: dict[str, Any]  # versions of the libraries, and the number of processes that wrote
     transformation: Description | None = None  # the optimizer's description; None if an early zerojax saved it
-    # the metrics that were saved with the state; not compared, because NaN differs from NaN
-    metrics: dict[str, float] | None = dataclasses.field(default=None, compare=False)
+    metrics: dict[str, float] | None = None  # the metrics that were saved with the state
 
     def leaf_of(self, file: str) -> str:
         arrays, _, rest = file.partition("/")
