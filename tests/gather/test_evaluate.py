@@ -1,12 +1,14 @@
 """In which type the uses of a parameter want it, and in which order of dims they leave its gradient."""
 
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
 
-from zerojax.gather.evaluate import Cast, demanded, evaluate_gathered, orders
+from zerojax.gather.evaluate import Cast, as_gathered, demanded, evaluate_gathered, orders
 
 BF16, F16 = jnp.bfloat16, jnp.float16
 W, X = jnp.sin(jnp.arange(24.0)).reshape(2, 3, 4), jnp.cos(jnp.arange(12.0)).reshape(3, 4)
@@ -51,8 +53,10 @@ def test_uses_that_agree_on_a_type_get_the_parameter_in_it(fn, dtype):
 
 
 def test_other_uses_of_a_narrow_parameter_widen_it():
+    param = types.SimpleNamespace(wide=W.dtype)
+    assert as_gathered(W, param) is W
     jaxpr = jax.make_jaxpr(lambda w: (jnp.sin(w), w.T, jax.jit(lambda w: w)(w)))(W).jaxpr
-    for x in evaluate_gathered(jaxpr, (), [Cast(W.astype(BF16), W.dtype)]):
+    for x in evaluate_gathered(jaxpr, (), [as_gathered(W.astype(BF16), param)]):
         assert x.dtype == W.dtype
 
 

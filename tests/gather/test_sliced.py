@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from zerojax.gather.sharded_param import OF_SHARDS, extended, root_param
+from zerojax.gather.sharded_param import OF_SHARDS, extended, root_param, scanned_over
 from zerojax.gather.sliced import sliced_leaf, sliced_shard
 from zerojax.layout.leaf import Leaf
 
@@ -65,3 +65,15 @@ def test_the_gradient_of_a_view_is_that_of_the_parameter_with_zeros_elsewhere():
         ordered = dataclasses.replace(param, order=(2, 0, 1))
         assert ordered.to_order(grad).shape == (*grad.shape[:-3], 2, 1, 5)
         np.testing.assert_array_equal(ordered.from_order(ordered.to_order(grad)), grad)
+
+
+def test_loops_scan_over_stacks_directly_and_behind_views():
+    def loss(a, b, c, x):
+        step = lambda x, w: (x @ w, None)
+        x, _ = lax.scan(step, x, lax.rev(a, (0,)))
+        return lax.scan(step, x, jnp.sin(b))[0] + lax.rev(c, (0,))[0]
+
+    stack = jnp.zeros((2, 3, 3))
+    jaxpr = jax.make_jaxpr(loss)(stack, stack, stack, stack[0]).jaxpr
+    assert scanned_over(jaxpr).intersection(jaxpr.invars) == {jaxpr.invars[0]}
+    assert len(scanned_over(jaxpr)) == 3
