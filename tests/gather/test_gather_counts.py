@@ -2,6 +2,7 @@
 
 import functools
 import math
+import re
 import runpy
 
 import jax
@@ -285,3 +286,4 @@ def test_a_collective_names_its_line_in_a_folder_that_is_called_as_the_library_i
     text = jax.jit(fn).lower({"w": jnp.ones((SIZE, SIZE))}, X).as_text(debug_info=True)
     assert "zerojax_gather[['w'] model.py:2]" in text
     assert "zerojax_reduce_scatter[['w'] model.py:2]" in text
+    assert re.findall(r'loc\("(.*)/dot_general"', text) == ["jvp()", "transpose(jvp())"]

@@ -8,7 +8,7 @@ from jax import lax
 from test_gather_counts import SIZE, passes
 
 from zerojax import jaxprs
-from zerojax.gather.clusters import reads_together
+from zerojax.gather.clusters import only_scales, reads_together
 
 W = jnp.cos(jnp.arange(float(SIZE * SIZE))).reshape(SIZE, SIZE) / SIZE
 X = jnp.sin(jnp.arange(16.0 * SIZE)).reshape(16, SIZE)
@@ -129,3 +129,23 @@ def test_a_loss_without_such_reads_stays():
     for loss in (chunks, in_the_middle, tangent(net)):
         jaxpr = jax.make_jaxpr(loss)(PARAMS, X).jaxpr
         assert reads_together(jaxpr, jaxpr.invars[:-1]).eqns == jaxpr.eqns
+
+
+# A loss of a weight, its norm `n` and rows, and whether the norm only changes weights.
+SCALES = [
+    (lambda w, n, x: x @ (w / jnp.sqrt(n)), True),
+    (lambda w, n, x: x @ (jnp.sin(w) / n), True),
+    (lambda w, n, x: x @ (w / n) + n, False),  # and the rows
+    (lambda w, n, x: (n, x @ (w / n)), False),  # and is returned
+    (lambda w, n, x: (n + 1, x @ (w / n)), False),
+    (lambda w, n, x: jnp.tanh(n) < 1, False),
+    (lambda w, n, x: jnp.tanh(n - x[0, 0]) * w, False),  # with a value of the rows
+]
+
+
+@pytest.mark.parametrize(("fn", "expected"), SCALES)
+def test_what_only_scales_a_weight_is_found(fn, expected):
+    jaxpr = jax.make_jaxpr(lambda w, x: fn(w, jnp.sum(w * w), x))(W, X).jaxpr
+    first = next(i for i, eqn in enumerate(jaxpr.eqns) if eqn.primitive.name == "reduce_sum")
+    is_known = lambda v: v is jaxpr.invars[0]
+    assert only_scales(jaxpr.eqns[first + 1 :], jaxpr.eqns[first], is_known, jaxpr.outvars) == expected

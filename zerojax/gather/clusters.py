@@ -108,7 +108,7 @@ def reads_together(jaxpr: Any, params: Collection) -> Any:
             continue
         for j in sorted({j for root in uses[i] for j in readers[root] if j not in order and uses[j] <= uses[i]}):
             # Without another gather between them, `i` and `j` share a gather where they are.
-            apart = any(k in uses and k not in order and not uses[k] <= uses[i] for k in range(i + 1, j))
+            apart = any(k in uses and k not in order and not uses[k] <= uses[i] for k in range(i, j))
             moved = needed(j) if apart and blocked.get(j, i) in order else None
             if moved is None:
                 continue
