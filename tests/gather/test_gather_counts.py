@@ -127,6 +127,12 @@ def test_a_layer_is_gathered_once_forward_and_once_backward(style, wrap, depth, 
     assert passes(*model(style, wrap, depth), prefetch=prefetch) == (two_passes(depth), 1)
 
 
+@pytest.mark.parametrize("prefetch", [1, 2])
+def test_a_loop_of_one_or_two_iterations_runs_each_once(prefetch):
+    for depth in (1, 2):
+        assert passes(*model("scanned", "remat", depth), prefetch=prefetch) == (two_passes(depth), 1)
+
+
 @pytest.mark.parametrize("wrap", WRAPS)
 @pytest.mark.parametrize("style", STYLES)
 def test_gathered_parameters_are_not_kept(wrap, style):

@@ -108,12 +108,13 @@ def test_no_pass_overlooks_what_its_cheap_test_does_not_show_at_once(name, fn):
 def test_a_scan_over_stacks_on_disk_calls_one_function_per_row():
     """Rows of another operand are sliced before the first call. A scan that reads another parameter stays a scan."""
 
-    def layer(carry, rows):
-        x, i = carry
-        x = jnp.tanh(x @ rows[0] + rows[1] * i)
-        return (x, i + 1), (x, i)
-
     def loss(on_disk, other, x):
+        def layer(carry, rows):
+            x, i = carry
+            x = jnp.tanh(x @ rows[0] + rows[1] * i) * gain
+            return (x, i + 1), (x, i)
+
+        gain = jnp.cos(x)
         found = lax.scan(layer, (x, 0), (on_disk, jnp.arange(1.0, 4)), reverse=True)
         found += lax.scan(layer, (x, 0), (on_disk, x.sum(0)[:3]))
         step = lambda x, rows: (sum(rows, x), None)
