@@ -112,12 +112,25 @@ def sparse(x, g):
     return jax.vjp(lambda values: x @ BCOO((values, places), shape=(3, 4)), jnp.zeros(4))[1](g)[0]
 
 
+def scanned(step):
+    """A loop over pairs of rows, whose constant is not 0. `step` gets the carry and a product; it returns two sums."""
+    two = jnp.float32(2)
+
+    def body(carry, pair):
+        return step(carry, two * (pair[0].T @ pair[1]))
+
+    return lambda x, g: jax.lax.scan(body, (jnp.zeros((3, 5)), jnp.zeros((3, 5))), (x, g))
+
+
+PAIRS = [(2, 8, 3), (2, 8, 5)]
 HALF = jnp.array([0, 2] * 4)
 ROWS = [(8, 3), (8, 5)]
 # `(gradient, shapes of its operands, dims of the rows in them)`. None: the dim is not known, and what is assumed fits.
 GRADIENTS = {
-    "rows in an inner factor": (lambda x, g: x.reshape(16, 3).T @ g.reshape(16, 5), [(2, 8, 3), (2, 8, 5)], (1, 1)),
+    "rows in an inner factor": (lambda x, g: x.reshape(16, 3).T @ g.reshape(16, 5), PAIRS, (1, 1)),
     "rows of one operand": (lambda x, g: jnp.einsum("abi,abj->ij", x, g), [(4, 8, 3), (4, 8, 5)], (1, None)),
+    "carry of a loop": (lambda x, g: scanned(lambda c, y: ((y, c[1] + y), None))(x, g)[0][1], PAIRS, (1, 1)),
+    "stacked by a loop": (lambda x, g: scanned(lambda c, y: (c, y))(x, g)[1], PAIRS, (1, 1)),
     "no known rows": (lambda x, g: x.T @ g, ROWS, (None, None)),
     "ragged product": (ragged, [(16, 3), (16, 5)], (0, 0)),
     "convolution": (convolved, [(8, 2, 6), (8, 4, 6)], (0, 0)),
@@ -137,6 +150,7 @@ COMPLETE = {
     "sum of each row": (lambda g: g.sum(1), [(8, 3)], (0,)),
     "float8 after psum": (mapped(lambda y: y.astype(jnp.float8_e4m3fn)), ROWS, (0, 0)),
     "divided by psum": (mapped(lambda y: 3 / y), ROWS, (0, 0)),
+    "squared carry": (lambda x, g: sum(scanned(lambda c, y: ((c[1], y + c[0] ** 2), None))(x, g)[0]), PAIRS, (1, 1)),
     "split after psum": (mapped(lambda y: jnp.split(y, 3)[1]), ROWS, (0, 0)),
 }
 

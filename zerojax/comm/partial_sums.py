@@ -201,13 +201,11 @@ def _loop(eqn, loop: compat.LoopEqn, values: Sequence, grads: Sequence[int], ins
 def _added_up(loop: compat.LoopEqn, grads: Sequence[int]) -> list[int]:
     """Return the indices in `grads` of carries to which the loop only adds."""
     jaxpr, _ = compat.opened(loop.body)
-    carries, stacked = [i for i in grads if i < loop.carry], [i for i in grads if i >= loop.carry]
-    while carries:
+    carries, before, stacked = [i for i in grads if i < loop.carry], None, [i for i in grads if i >= loop.carry]
+    while carries != before:
         found = _only_of(jaxpr, [*carries, *stacked])
-        kept = [i for i in carries if jaxpr.invars[loop.consts + i] in found and jaxpr.outvars[i] in found]
-        if kept == carries:
-            break
-        carries = kept
+        is_kept = lambda i, found=found: jaxpr.invars[loop.consts + i] in found and jaxpr.outvars[i] in found
+        before, carries = carries, [*filter(is_kept, carries)]
     return carries
 
 
