@@ -44,6 +44,10 @@ def test_parameters_that_are_not_the_states(stage):
     offloading = zero(stage, offload=Offload(optimizer="host"))
     with pytest.raises(TypeError, match=r"wider than their parameters make opt_state\[0\].mu\['w'\] float32, and"):
         offloading.update(PARAMS, offloading.init(narrow), narrow)
+    with pytest.raises(ValueError, match=r"is on the device, and this transformation has it offloaded in 1 chunks"):
+        offloading.update(PARAMS, state, PARAMS)
+    with pytest.raises(ValueError, match=r"is offloaded in 1 chunks, and this transformation has it on the device"):
+        tx.update(PARAMS, offloading.init(PARAMS), PARAMS)
 
 
 def test_update_without_the_parameters_it_needs(tx):
