@@ -74,7 +74,7 @@ def dot_rule(eqn: Any, row_dims: Sequence[RowDims], context: Context) -> RowDims
 
 
 def product(eqn: Any, row_dims: Sequence[RowDims], agree: Callable[[Places, Places, int, int], bool]) -> RowDims:
-    """Find the followed dim after `dot_general`. If `agree(lhs, rhs, i, j)` is false for paired dims, it is unknown."""
+    """Find the followed dim after `dot_general`: unknown if `agree(lhs, rhs, i, j)` is false for a pair of dims."""
     lhs, rhs = row_dims
     if lhs is None or rhs is None:
         return UNKNOWN

@@ -147,10 +147,10 @@ def _is_product_of_shards(eqn: Any) -> bool:
 def both_passes(run: Callable, atoms: Sequence, moving: Sequence[int], active: Mapping, results: str = "active") -> Any:
     """Return the closed jaxpr of a function `run(values)` and its derivative.
 
-    The arguments of the jaxpr are the operands, whose types `atoms` have, and the cotangents of the `active` results.
-    `active` maps the indices of these results to variables of their types. The jaxpr returns results and then the
-    cotangents of the operands `moving`. The results are those that are "active", "none", or "all" with the active ones
-    first. `run` returns None for a result that is dropped.
+    The jaxpr takes the operands (`atoms` has their types) and the cotangents of some results. `active` maps the index
+    of each of these results to a variable of its type. The jaxpr returns results, and then the cotangents of the
+    operands with indices `moving`. `results` selects the results: "active", "none", or "all" (the active ones first).
+    `run` returns None for a result that is dropped.
     """
 
     def both(*args):

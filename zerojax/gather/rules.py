@@ -182,12 +182,12 @@ class Decisions:
         return self.is_of_params_alone(site) and self._only_scales(site.eqn, site)
 
     def _is_of_params(self, var: Any, size: int) -> bool:
-        """Return whether a variable depends on parameters alone, or is alike and either an argument or small."""
+        """Return whether a variable depends on parameters alone, or is an alike value, either an argument or small."""
         is_free = var in self._given or 8 * var.aval.size <= size
         return var in self.params or var in self.repeated or (is_free and var in self.alike)
 
     def is_of_params_alone(self, site: Site) -> bool:
-        """Return whether a plain equation reads only parameters, and alike values that are arguments or small."""
+        """Return whether an equation is plain, and reads only variables for which `_is_of_params` is true."""
         return is_plain(site.eqn) and all(self._is_of_params(var, site.size) for var in site.reads)
 
     def _only_scales(self, eqn: Any, site: Site) -> bool:
@@ -210,7 +210,7 @@ class Decisions:
         return all(map(changes, readers)) and self._final.isdisjoint(found)
 
     def is_masked(self, site: Site) -> bool:
-        """Return whether an equation applies a mask or the like to a weight, and only one equation reads the result.
+        """Return whether an equation changes a weight, for example by a mask, and only one equation reads the result.
 
         A `jax.custom_vjp` of weights alone counts, too. Its backward pass may be nonlinear (it may clip), so it must
         get the sum of all readers' cotangents. With several readers, the call is therefore a segment.
@@ -270,7 +270,7 @@ class Decisions:
         return block_to_join(self, site.eqn, root, place)
 
     def of_cluster(self, site: Site) -> "Joined | None":
-        """Return a cluster's block if the equation reads the cluster's results and alike values alone, or else None."""
+        """Return a cluster's block if the equation reads only results of the cluster and alike values, or None."""
         return None if site.touched or self.roots.keys().isdisjoint(site.reads) else self._joined(site)
 
     def of_one_param(self, site: Site) -> "Joined | None":

@@ -92,7 +92,7 @@ class Collective:
 
     @property
     def sent(self) -> int:
-        """Return the bytes that a device sends per execution over a ring: (n-1)/n of `bytes`, twice to all-reduce."""
+        """Return the bytes a device sends per execution over a ring: (n-1)/n of `bytes`, twice that to all-reduce."""
         return self._ring(self.bytes)
 
     @property
@@ -257,7 +257,7 @@ def leaves_in(op_name: str) -> str:
 
 
 def lines_of_model(frames: Sequence[str]) -> list[str]:
-    """Return the frames in the user's model. Frames on the current call stack are the calling script's: skip them."""
+    """Return the frames in the user's model. Skip those of the calling script, which are on the current call stack."""
     callers = {f"{frame.f_code.co_filename}:{number}" for frame, number in traceback.walk_stack(None)}
     return [frame for frame in frames if compat.is_users(frame) and frame.rsplit(" in ", 1)[0] not in callers]
 
