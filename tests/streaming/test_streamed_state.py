@@ -18,11 +18,14 @@ from parity import assert_parity, train_plain
 
 from zerojax import Offload, Precision, Tuning, report, zero_shard
 from zerojax.layout.leaf import Leaf, is_chunked
+from zerojax.layout.padded import Padded
 from zerojax.offload import host
 from zerojax.offload.chunked import joined
 from zerojax.offload.disk import BLOCK
 from zerojax.placement.storage import leaf_sharding
+from zerojax.streaming import chunk_programs
 from zerojax.streaming import stream as streaming
+from zerojax.streaming.chunk_programs import ProgramKey
 from zerojax.streaming.first_state import checked_leaf
 from zerojax.streaming.stores import IN_FLIGHT, state_buffer_bytes
 
@@ -417,8 +420,13 @@ def test_master_weights_of_an_adopted_state_are_the_parameters(as_array):
 def test_an_adopted_leaf_keeps_its_values(given, planned, may_be_wider, found):
     leaf = Leaf("['w']", (3, 5), jnp.dtype(planned), ("data",), 4, kind="sharded", dim=0)
     error = r"opt_state\['w'\] is .*, which cannot represent every "
-    with pytest.raises(TypeError, match=error) if found is None else contextlib.nullcontext():
-        assert checked_leaf(np.ones((3, 5), given), leaf, may_be_wider=may_be_wider).dtype == found
+    for x in (np.ones((3, 5), given), jnp.ones((3, 5), given)):
+        with pytest.raises(TypeError, match=error) if found is None else contextlib.nullcontext():
+            kept = checked_leaf(x, leaf, may_be_wider=may_be_wider)
+            assert (type(kept), kept.dtype) == (type(x), found)
+    for x in (shape(3, 5), Padded(jnp.ones((4, 5)), (3, 5), 0)):
+        with pytest.raises(ValueError, match="takes the logical arrays of a plain optax state"):
+            checked_leaf(x, leaf, may_be_wider=may_be_wider)
     for dims, also in (((4, 5), "; it is in storage already"), ((5, 3), "")):
         with pytest.raises(ValueError, match=rf"\(logical shape\){also}\. Pass"):
             checked_leaf(np.ones(dims, given), leaf, may_be_wider=may_be_wider)
@@ -445,6 +453,35 @@ def test_updated_parameters_get_their_stored_layout(stage, tuning, moves):
         for i, x in zip(group.params, found, strict=True):
             assert x.sharding.is_equivalent_to(leaf_sharding(tx.config, plan.trained.params[i]), 2)
             np.testing.assert_array_equal(x, i)
+
+
+def test_a_plain_state_may_have_leaves_that_are_not_trained():
+    params = {"w": jnp.ones((16, 8)), "frozen": jnp.ones((8, 8))}
+    tx, plain = zero(optax.trace(0.9), offload=offload(), trainable=lambda path, _: path == "w"), optax.trace(0.9)
+    adopted = tx.create(params, opt_state=plain.init(params))
+    assert [node.leaf.path for node in chunks(adopted)] == [".trace['w']"]
+    with pytest.raises(ValueError, match="does not belong to these parameters"):
+        tx.create(params, opt_state=plain.init({"w": params["w"], "other": params["w"]}))
+
+
+@pytest.mark.parametrize(
+    ("tx", "precision", "donated", "overwrites"),
+    [
+        (optax.trace(0.9), None, (0, 2), [0, 2]),
+        (optax.adam(1e-2), Precision.bf16(), 2, [None, 2, 3, 4]),
+    ],
+)
+def test_an_update_on_the_host_overwrites_arrays_of_its_types(monkeypatch, tx, precision, donated, overwrites):
+    tx = zero(tx, offload=offload(update="host"), precision=precision)
+    plan = tx.create({"w": shape(16, 8)}).plan
+    (group,) = plan.analysis(tx.config).partition.groups
+    key = ProgramKey.of(plan, group, 2)
+    params, state, _, grads = key.shapes(tx.config)
+    jitted = lambda run, donate_argnums, out_shardings: donate_argnums
+    assert chunk_programs.update_on_host(tx.config, key, jitted) == donated
+    monkeypatch.setattr(chunk_programs, "in_blocks", lambda *_, overwrites: overwrites)
+    wide = [jax.ShapeDtypeStruct(x.shape, leaf.dtype) for x, leaf in zip(params, key.params, strict=True)]
+    assert chunk_programs.update_in_blocks(key, wide, grads, state, [], []) == overwrites
 
 
 def test_buffers_are_as_large_as_the_chunks_in_flight(tmp_path):

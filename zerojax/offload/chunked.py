@@ -279,7 +279,7 @@ def chunks_of(x: Shaped[Array, "*storage"], leaf: Leaf, chunking: Chunking) -> I
         yield x if len(chunking.extents) == 1 else jitted(slice_chunk, sharding, leaf, chunking.dim, length)(x, start)
 
 
-@functools.lru_cache(maxsize=128)
+@functools.lru_cache
 def jitted(fn: Callable, sharding: NamedSharding, *static: Any) -> Any:
     """Return `fn(mesh, *arrays, *static)` as a jitted function of the arrays. Its results have this `sharding`."""
     mesh = concrete_mesh(sharding)

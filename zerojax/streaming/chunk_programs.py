@@ -76,11 +76,6 @@ class ProgramKey:
             length,
         )
 
-    @property
-    def reads_params(self) -> bool:
-        """Return whether the equations read parameters. With master weights, they read the master weights instead."""
-        return any(kind == PARAM for kind, _ in self.reads)
-
     def shapes(self, config: Config) -> tuple[list, list, list, list]:
         """Return shapes, with shardings, of the parameters, offloaded state, resident state and gradients."""
 
@@ -104,7 +99,7 @@ def update_on_device(
     num_params, num_state = len(key.params), len(key.state)
     store = to_storage if key.dim is None else constrain
     stored = lambda arrays, leaves: [store(config.mesh, x, leaf) for x, leaf in zip(arrays, leaves, strict=True)]
-    old = slice_chunks(config, key, params, key.params, start) if key.reads_params else []
+    old = slice_chunks(config, key, params, key.params, start)
     inputs = inputs._replace(grads=slice_chunks(config, key, inputs.grads, key.grads, start))
     if key.dim is None:
         results = evaluate_equations(config, key.equations, operands(key, old, state, inputs))
@@ -118,7 +113,7 @@ def update_on_device(
 
 def updated_chunk(key: ProgramKey, params: Sequence, state: Sequence, inputs: GroupInputs) -> list:
     """Return the new parameters and the new state of a chunk, as one list."""
-    shape = (*params, *inputs.grads, *state)[0].shape
+    shape = params[0].shape
     new = evaluate_as(key.equations.jaxpr, (), operands(key, params, state, inputs), shape)
     return [jnp.broadcast_to(x, shape) for x in new]
 
@@ -139,9 +134,9 @@ def operands(key: ProgramKey, params: Sequence, state: Sequence, inputs: GroupIn
 def chunks_for_host(
     config: Config, key: ProgramKey, params: list, grads: list, start: Array
 ) -> tuple[list[Array], list[Array]]:
-    """Slice the chunks of parameters, if the equations read them, and of gradients for an update on the host."""
-    params = slice_chunks(config, key, params, key.params, start) if key.reads_params else []
-    return params, slice_chunks(config, key, grads, key.grads, start)
+    """Slice the chunks of parameters and of gradients for an update on the host."""
+    sliced = functools.partial(slice_chunks, config, key, start=start)
+    return sliced(params, key.params), sliced(grads, key.grads)
 
 
 def gather_params(config: Config, layouts: tuple[Sequence[Leaf], Sequence[Leaf]], shards: list) -> list[Array]:
@@ -196,11 +191,9 @@ def update_on_host(config: Config, key: ProgramKey, jit: Callable = jax.jit) -> 
         new = local(params, grads, state, shared, consts)
         return new[: len(key.params)], new[len(key.params) :]
 
-    # New parameters overwrite the old parameters, or gradients if the update does not read parameters.
-    overwritten = 0 if key.reads_params else 1
     same_type = all(x.dtype == dtype for x, dtype in zip(key.params, key.stored_dtypes, strict=True))
     outputs = shardings[: len(key.params)], shardings[len(key.params) :]
-    donated = (overwritten, 2) if same_type else 2
+    donated = (0, 2) if same_type else 2
     return jit(run, donate_argnums=donated, out_shardings=outputs)
 
 
@@ -216,7 +209,7 @@ def update_in_blocks(key: ProgramKey, params: list, grads: list, state: list, sh
     operands = [*params, *grads, *state]
     i, j = len(params), len(params) + len(grads)
     block = lambda xs, shared: cast_chunk(key, xs[:i], xs[i:j], xs[j:], shared, consts)
-    over = [0 if j and operands[0].dtype == dtype else None for dtype in key.stored_dtypes]
+    over = [0 if operands[0].dtype == dtype else None for dtype in key.stored_dtypes]
     return in_blocks(block, operands, shared, overwrites=[*over, *range(j, len(operands))])
 
 

@@ -157,7 +157,7 @@ def store_for(config: Config, plan: ShardingPlan, nodes: Sequence[Any] | None = 
     return DiskStateStore(on_disk)
 
 
-@functools.lru_cache(maxsize=32)
+@functools.lru_cache
 def kept_on_device(config: Config, plan: ShardingPlan) -> Mapping[tuple[tuple[int, ...], int], int]:
     """Return the chunks that stay on the device, with their bytes per device. A key is `(group.state, n)`.
 

@@ -218,7 +218,7 @@ class UpdateQueue:
         self._write(chunk, state)
 
     def _begin_on_host(self, chunk: Chunk) -> None:
-        """Copy gradients, and parameters if needed, to the host, and let a thread update the chunk there."""
+        """Copy gradients and parameters to the host, and let a thread update the chunk there."""
         state, group = self._store.receive(self._fetching.popleft()), chunk.of.group
         inputs = self._inputs_of(group)
         chunks = self._streamed.program(chunks_for_host, chunk.key, ())(chunk.of.params, inputs.grads, chunk.start)

@@ -340,7 +340,7 @@ def shardings(config: Config, params: Any) -> Shardings:
     return to_explicit(config.user_mesh, found)
 
 
-@functools.lru_cache(maxsize=16)
+@functools.lru_cache
 def same_updates(config: Config) -> SameCalls:
     """Return the `SameCalls` that compares calls of `update` over processes. There is one per configuration."""
     return SameCalls(config, "update")
