@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 import types
 
 import jax
@@ -22,7 +21,6 @@ from zerojax.offload import chunked
 from zerojax.offload.chunked import Chunking
 from zerojax.offload.host import host_kind
 from zerojax.placement import storage
-from zerojax.train.params import program_shares
 
 P = PartitionSpec
 F32 = np.dtype("float32")
@@ -68,24 +66,6 @@ def test_numbers_and_their_shapes_are_replicated():
         placed = storage.place_replicated(mesh, tree, shapes=shapes)
         assert [(x.shape, x.dtype) for x in placed] == [((), jnp.int32), ((2,), F32), ((2,), jnp.bfloat16)]
         assert {x.sharding for x in placed} == {NamedSharding(mesh, P())}
-
-
-@pytest.mark.parametrize(
-    ("sizes", "count"),
-    [
-        ([80] * 1000, 8),  # equal layers: an eighth of all shards per program
-        ([8000, *[80] * 1000], 3),  # half of the largest leaf, in full, is more than an eighth of all shards
-        ([8000] * 2, 1),
-        ([], 0),
-    ],
-)
-def test_each_program_makes_a_share_of_the_parameters(sizes, count):
-    leaves = tuple(map(leaf, sizes))
-    found = list(program_shares(leaves))
-    assert list(itertools.chain(*found)) == list(range(len(sizes)))
-    assert len(found) == count
-    most = max([leaf.bytes // 2 for leaf in leaves] + [sum(leaf.local_bytes for leaf in leaves) // 8])
-    assert all(sum(leaves[i].local_bytes for i in group) <= most for group in found if len(group) > 1)
 
 
 def test_padded_parameters_are_read_and_returned_in_the_form_of_another_stage():

@@ -1,5 +1,7 @@
 """Parameters outside of the loss: evaluation with the gathers of training, and padded parameters in code of models."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +11,9 @@ from conftest import mesh_of
 from jax.sharding import NamedSharding, PartitionSpec
 
 from zerojax import Offload, Padded, Precision, Tuning, collectives, zero_shard
+from zerojax.layout.leaf import Leaf
 from zerojax.train.eval_step import others_of
+from zerojax.train.params import program_shares
 
 PARAMS = {"w": jax.random.normal(jax.random.key(0), (13, 64)), "v": jax.random.normal(jax.random.key(1), (13, 7))}
 BATCH = jax.random.normal(jax.random.key(2), (16, 13))
@@ -31,7 +35,7 @@ def assert_close(a, b):
 @pytest.mark.parametrize(
     ("rows", "stage", "options"),
     [
-        (16, 3, {}),
+        (8, 3, {}),
         (5, 3, {"view": "device"}),
         pytest.param(16, 0, {}, marks=pytest.mark.slow),
         pytest.param(16, 3, {"offload": Offload(optimizer="host", params="host")}, marks=pytest.mark.slow),
@@ -76,3 +80,22 @@ def test_a_mask_may_be_made_of_parameters_in_storage():
     tx = zero(trainable=mask)
     state, _ = tx.train_step(lambda p, b: predict(p, b)["out"].mean())(tx.create(PARAMS), BATCH)
     assert_close(tx.unshard(state.params)["v"], PARAMS["v"])
+
+
+@pytest.mark.parametrize(
+    ("sizes", "count"),
+    [
+        ([80] * 1000, 8),  # equal layers: an eighth of all shards per program
+        ([8000, *[80] * 1000], 3),  # half of the largest leaf, in full, is more than an eighth of all shards
+        ([8000] * 2, 1),
+        ([], 0),
+    ],
+)
+def test_each_program_makes_a_share_of_the_parameters(sizes, count):
+    leaf = lambda size: Leaf("", (size,), np.dtype("float32"), ("data",), 8, kind="sharded", dim=0)
+    leaves = tuple(map(leaf, sizes))
+    found = list(program_shares(leaves))
+    assert list(itertools.chain(*found)) == list(range(len(sizes)))
+    assert len(found) == count
+    most = max([leaf.bytes // 2 for leaf in leaves] + [sum(leaf.local_bytes for leaf in leaves) // 8])
+    assert all(sum(leaves[i].local_bytes for i in group) <= most for group in found if len(group) > 1)

@@ -37,7 +37,7 @@ def combine(view: View, aux: PyTree, weights: Array, total: Array | int) -> tupl
     """
     comm = view.comm
     if view.is_one_loss:
-        only_one = unmarked(jax.tree.map(lambda x: x[0], aux))
+        only_one = unmarked(jax.tree.map(lambda x: x.squeeze(0), aux))
         return only_one, jax.tree.map(lambda _: None, only_one)
 
     def mean(path, x):
