@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from conftest import mesh_of, shape
+from jax.sharding import AxisType
 
 from zerojax import Offload, Tuning, collectives, zero_shard
 from zerojax.metrics import Mean, PerRow, Replicated, Sum
@@ -134,6 +135,22 @@ def test_marked_aux_is_that_of_all_rows(view, accumulate, stage):
     (_, expected), _ = jax.value_and_grad(marked, has_aux=True)(WEIGHTS, ROWS)
     expected = {name: x.tree if isinstance(x, Mean | PerRow | Replicated | Sum) else x for name, x in expected.items()}
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), aux, expected)
+
+
+@pytest.mark.parametrize("view", ["device", "global"])
+def test_results_on_explicit_axes_have_types(view):
+    mesh = mesh_of(8, kind=AxisType.Explicit)
+    tx = zero_shard(optax.sgd(0.1), stage=3, mesh=mesh, view=view, tuning=Tuning(persist_below=20))
+    state, specs = (
+        tx.create(WEIGHTS),
+        lambda found: {k: tuple(x.sharding.spec) for k, x in found.items() if k != "seen"},
+    )
+    _, metrics = jax.eval_shape(tx.train_step(marked, has_aux=True), state, ROWS)
+    wanted = {"logits": ("data", None), "columns": (None,), "version": (None,), "loss": ()}
+    assert specs(metrics["aux"]) == wanted
+    predict = lambda params, rows: {"rows": rows @ params["w"], "mean": jnp.mean(rows @ params["w"])}
+    found = jax.eval_shape(tx.eval_step(predict), state.params, ROWS)
+    assert specs(found) == {"rows": ("data", None), "mean": ()}
 
 
 def test_what_is_not_marked_is_as_it_was_returned_where_the_loss_sees_all_rows():

@@ -1,5 +1,6 @@
 """What processes compare: options, flags and versions as text, checksums of arrays, and the calls that are new."""
 
+import contextlib
 import json
 
 import jax
@@ -13,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zerojax import Offload, Tuning, zero_shard
-from zerojax.comm.processes import EVENTS, Processes
+from zerojax.comm.processes import EVENTS, Call, Processes
 from zerojax.train import same_run
 from zerojax.train.arguments import packed
 from zerojax.train.same_run import (
@@ -128,7 +129,7 @@ def test_keys_and_numbers_have_checksums_and_words_have_none():
     assert sorted(found) == ["the checksum of args['key']", "the checksum of args['rate']"]
 
 
-def test_a_new_call_is_compared(two):
+def test_a_new_call_is_compared(two, monkeypatch):
     calls, said = SameCalls(zero_shard(optax.sgd(1.0), stage=1, mesh=mesh_of(8)).config, "step", {"a": 1}), []
     two(lambda text: said.append(text) or text)
     args = packed((True, jnp.ones(3)))
@@ -143,7 +144,10 @@ def test_a_new_call_is_compared(two):
         "constant arguments": "[True]",
     }
     assert [*values] == ["the checksum of args[1]"]
-    program = jax.jit(lambda x: x + 1)
+    program, called = jax.jit(lambda x: x + 1), []
+    monkeypatch.setattr(EVENTS, "calling", lambda *args: called.append(args) or contextlib.nullcontext(Call(0, "step")))
+    assert calls.call(program, 1, is_new=False) == jax.jit(lambda: calls.call(program, 1, is_new=False))() == 2
+    assert len(called) == 1, "a call in another program is not announced"
     two(lambda text: "another program")
     with pytest.raises(ValueError, match=r"the programs of process 1 differ from that of process 0"):
         calls.call(program, 1, is_new=True)
