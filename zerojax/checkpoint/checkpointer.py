@@ -172,16 +172,14 @@ class Checkpointer:
             self.wait()
             text = json.dumps(encode(data))
             self._require_same("save", step=step)
-            save = Save(self.directory, step, prune=self._prune, metrics=metrics, processes=self._processes)
+            prune = lambda: folders.prune(self.directory, self.keep, self._best())
+            save = Save(self.directory, step, prune=prune, metrics=metrics, processes=self._processes)
             on_auto_mesh(None, save.begin, zero_state, text)
             self._last_save = save
             return True
 
     def _best(self) -> int | None:
         return None if self._best_fn is None else best_step(self.directory, self._best_fn, self._best_mode)
-
-    def _prune(self) -> None:
-        folders.prune(self.directory, self.keep, self._best())
 
     def best(self) -> int | None:
         """Wait for the save under way, and return the step whose metrics are best, or None if there are no metrics.
