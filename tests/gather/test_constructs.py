@@ -38,6 +38,10 @@ def test_padded_leaves_are_trimmed_and_their_gradients_padded_with_zeros(name, d
     assert_construct(name, devices=devices)
 
 
+def test_layers_that_are_kept_for_the_backward_pass_are_those_of_their_iteration():
+    assert_construct("custom_vjp_in_scan", devices=2, reshard_after_forward=False)
+
+
 HARD = ("custom_vjp_of_a_constant", "stateful", "product_in_many_places")
 HARDER = ("indexed", "masked_layers", "layers_in_another_order", "changed_weights", "microbatches")
 

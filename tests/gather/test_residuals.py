@@ -73,4 +73,6 @@ def test_the_parts_of_a_shard_map_compute_what_it_computes():
     assert [(len(eqn.invars), len(eqn.outvars)) for eqn in found.eqns] == [(2, 2), (3, 2)]
     for one, plain in zip(jax.jit(jaxprs.run, static_argnums=0)(found, (), *args), fn(*args), strict=True):
         np.testing.assert_array_equal(one, plain)
+    product = jax.make_jaxpr(LOSSES["shard_map"])(W, X).jaxpr
     assert divided(jaxpr, ()) is jaxpr
+    assert divided(product, product.invars[:1]) is product

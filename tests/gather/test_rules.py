@@ -10,6 +10,7 @@ from engine_helpers import lay_out
 from jax import lax
 
 import zerojax
+from zerojax.dims import NOWHERE, Follower, on_dim
 from zerojax.gather.engine import gather_groups, trace_loss
 from zerojax.gather.reduced import ReducedSegment
 from zerojax.gather.rules import RULES
@@ -207,6 +208,28 @@ def test_only_the_first_cast_to_a_narrower_type_precedes_the_gather(stored, firs
     cast = lambda w: w.astype(first) if then is None else w.astype(first).astype(then)
     program = program_of(lambda w, x: jnp.sum(x @ cast(w).astype(x.dtype)), jax.ShapeDtypeStruct(W.shape, stored))
     assert [segment.gathered_bytes for segment in program.segments if segment.params] == [[BYTES // 2]]
+
+
+def scans(*args):
+    return [segment for segment in program_of(*args).segments if isinstance(segment, ScanSegment)]
+
+
+def test_the_operands_of_a_loop_are_sorted_by_kind():
+    """Of a loop without a carry, and of one in reverse with a constant, a literal and another stack."""
+    (scan,) = scans(lambda w, x: jnp.sum(lax.map(lambda w: x @ w, w)), STACK)
+    loop = scan.loop
+    assert (loop.shared, loop.stacked, loop.consts, loop.carry) == ((), scan.params, 1, 0)
+
+    def loss(v, w, x):
+        step = lambda carry, own: ((jnp.tanh(carry[0] @ own[0] @ v) + own[1], carry[1] + 1), None)
+        return lax.scan(step, (x, 0), (w, jnp.arange(4.0)), reverse=True)[0][0].sum()
+
+    (scan,) = scans(loss, W, STACK)
+    loop = scan.loop
+    assert (loop.shared, loop.stacked, loop.consts, loop.carry) == (scan.params[:1], scan.params[1:], 0, 2)
+    assert [loop.layer(i) for i in range(4)] == [3, 2, 1, 0]
+    rows = [on_dim(0) if v.aval.shape == X.shape else NOWHERE for v in scan.others]
+    assert loop.rows_inside(rows, Follower(8)) == [on_dim(0), NOWHERE, NOWHERE]
 
 
 def test_small_consecutive_blocks_are_one_group():

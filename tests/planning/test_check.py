@@ -73,31 +73,9 @@ def layers(stack, x):
     return lax.scan(lambda x, w: (layer(x, w), None), x, stack)[0].mean()
 
 
-def masked(p, x):
-    return layers(jnp.where(jnp.arange(WIDTH) % 3 > 0, p["st"], 0), x)
-
-
 def pruned(p, x):
     w = p["w"] * jax.random.bernoulli(jax.random.key(0), 0.5, p["w"].shape)
     return layer(layer(x, w), w).mean()
-
-
-LEAN = {
-    "masked": (STACK, masked),
-    "on axis 1": (
-        {"st": jax.ShapeDtypeStruct((WIDTH, LAYERS, WIDTH), jnp.float32)},
-        lambda p, x: layers(jnp.moveaxis(p["st"], 1, 0), x),
-    ),
-}
-
-
-@pytest.mark.quick(1)
-@pytest.mark.parametrize("name", LEAN)
-def test_a_stack_stays_sharded_until_its_iteration(name, mesh):
-    params, loss = LEAN[name]
-    found = checked(mesh, loss, params, X)
-    assert found.ok, found
-    assert found.peak < 0.8 * found.floor
 
 
 @pytest.mark.slow
