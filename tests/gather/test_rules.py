@@ -153,8 +153,14 @@ def loop_over_layers():
 
 
 def shared_gather():
-    """The number is computed in the block of the product, so that one gather serves both."""
+    """The number is computed in the block of the product, so that one gather serves both. So is a later constant."""
+
+    def with_later_constant(w, v, x):
+        y = jnp.sum(jnp.tanh(x @ w) @ v)
+        return y + jnp.tanh(jnp.sin(jnp.arange(16.0)) @ w @ jnp.ones(SIZE))
+
     assert [segment.gathered_bytes for segment in reading(with_functional, W)] == [[BYTES]]
+    assert primitives(reading(with_later_constant, W, W)[0])[:3] == ["dot_general", "iota", "sin"]
 
 
 def use():

@@ -48,6 +48,7 @@ HERE = r"\[0\] test_working_set\.py:\d+"
 # The layers of the largest use, of what is held with a prefetch, and of what is gathered whole; and its name.
 CASES = {
     "layer by layer": ([STACK], lambda a, x: scanned(x, a), 1, 2, ()),
+    "no parameter": ([W], lambda w, x: x, 0, 0, ()),
     "constant of a loop": ([W], constant, 1, 1, ()),
     "activations of its shape": ([W], lambda w, x: twice(w, x[:SIZE]), 1, 1, ()),
     "scan in a loop": ([STACK], lambda a, x: again(lambda x: scanned(x, a), x), 1, 6, (3, 3, HERE)),
