@@ -124,7 +124,7 @@ def with_adapters(call: Callable, rank: int) -> Callable:
 @jax.jit
 def merged(params: Any) -> Any:
     """Add the product of its adapters to each kernel, and return parameters of the model without adapters."""
-    flat = flatten_dict(zerojax.logical(params))
+    flat: Any = flatten_dict(zerojax.logical(params))
     for (*layer, name), a in list(flat.items()):
         if name == "lora_a":
             kernel, b = (*layer, "kernel"), flat[(*layer, "lora_b")]
@@ -137,23 +137,24 @@ def decayed(params: Any) -> Any:
     return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key != "scale", params)
 
 
+FIELDS: list[str] = ["step", "loss", "grad_norm", "learning_rate", "held_out"]
+
+
 class Log:
     """Scalars of each step, in metrics.csv and, if tensorboardX is installed, for TensorBoard.
 
     A killed run may have written steps after its last checkpoint. They are taken again, so their rows are removed.
     """
 
-    FIELDS = ("step", "loss", "grad_norm", "learning_rate", "held_out")
-
     def __init__(self, folder: Path, start: int):
-        self.file = self.board = None
+        self.rows: csv.DictWriter | None = None
+        self.board: Any = None
         if jax.process_index():  # of several processes, the first writes
             return
         path, rows = folder / "metrics.csv", []
         if start and path.exists():
             rows = [row for row in csv.DictReader(path.read_text().splitlines()) if int(row["step"]) <= start]
-        self.file = path.open("w", buffering=1)
-        self.rows = csv.DictWriter(self.file, self.FIELDS, restval="")
+        self.rows = csv.DictWriter(path.open("w", buffering=1), FIELDS)
         self.rows.writeheader()
         self.rows.writerows(rows)
         try:
@@ -164,10 +165,11 @@ class Log:
 
     def write(self, step: int, scalars: dict[str, Any]) -> None:
         values = {name: float(x) for name, x in scalars.items()}
-        if self.file:
+        if self.rows:
             self.rows.writerow({"step": step, **values})
-        for name, x in values.items() if self.board else ():
-            self.board.add_scalar(name, x, step)
+        if self.board:
+            for name, x in values.items():
+                self.board.add_scalar(name, x, step)
 
 
 def bits(nats: Any) -> float:
