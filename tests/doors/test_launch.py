@@ -13,7 +13,8 @@ import pytest
 import yaml
 from command_line import refused
 
-LAUNCH = Path(__file__).parents[2] / "examples" / "launch"
+README = Path(__file__).parents[2] / "README.md"
+LAUNCH = README.parent / "examples" / "launch"
 STEPS, BATCH = 30, 24  # rows that 8, 6, 4 and 2 devices divide
 
 
@@ -86,6 +87,17 @@ def test_a_program_that_does_not_join_is_refused(launched):
     status, lines, _ = launched(program, "--devices", 1)
     assert status == 1
     assert any("zerojax launch started 2 processes, but JAX has 1" in line for line in lines)
+
+
+@pytest.mark.slow
+def test_the_readmes_program_needs_two_changes_for_several_processes(launched, tmp_path, monkeypatch):
+    program, printed = re.findall(r"^```(?:python|text)\n(.*?)^```$", README.read_text(), re.M | re.S)[-2:]
+    program = program.replace("\nfrom", "\njax.distributed.initialize()\nfrom", 1)
+    program = program.replace(", tx), start", ', tx, rows="global"), start')
+    monkeypatch.chdir(tmp_path)
+    status, lines, _ = launched(program, "--devices", 4)
+    said = [f"[{i}] {line}" for i in (0, 1) for line in printed.splitlines()]
+    assert (status, [line for line in lines if "loss" in line]) == (0, said)
 
 
 def test_the_launcher_does_not_import_jax_and_names_a_missing_program():
