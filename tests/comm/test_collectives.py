@@ -16,7 +16,7 @@ from zerojax import jaxprs
 from zerojax.comm.collectives import Collectives
 from zerojax.comm.device_collectives import DeviceCollectives
 from zerojax.comm.manual import ManualCollectives, buckets_of
-from zerojax.comm.mesh import in_storage_shape, resolve_mesh
+from zerojax.comm.mesh import in_storage_shape
 from zerojax.comm.mesh import mapped as on_shards
 from zerojax.layout.leaf import Leaf
 
@@ -196,17 +196,3 @@ def test_a_mapped_function_is_differentiated_and_batched_as_a_plain_one():
     values = lambda: [batched(each)(two) for each in (run, fn)]
     found, expected = zip(*jax.jit(lambda: (derived(), values()), compiler_options=QUICK)(), strict=True)
     jax.tree.map(np.testing.assert_array_equal, found, expected)
-
-
-@pytest.mark.parametrize(
-    ("mesh", "axes", "error", "message"),
-    [
-        (None, AXES, ValueError, r"names several axes.*Pass mesh=jax.make_mesh"),
-        (MESH, ("host", "data"), ValueError, r"The mesh has no axis 'data'"),
-        ("gpu", AXES, TypeError, "must be a jax.sharding.Mesh, not str"),
-    ],
-)
-def test_a_mesh_that_does_not_fit_its_axes_is_refused(mesh, axes, error, message):
-    with pytest.raises(error, match=message):
-        resolve_mesh(mesh, axes)
-    assert resolve_mesh(None, ("data",)).shape == {"data": jax.device_count()}

@@ -15,6 +15,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from zerojax import Tuning, zero_shard
 from zerojax.config import Config, DataMesh, check_count, check_word, path_of, tuning
+from zerojax.config.batch_dims import BatchSpec, is_divisible
 from zerojax.config.chosen import LeafMask
 from zerojax.config.config import mesh_record, rebuilt_mesh
 from zerojax.config.data_mesh import axes_of, entry_axes, in_words, spec_entry
@@ -236,6 +237,18 @@ def test_what_a_configuration_derives_from_stage_and_options():
     assert not config(3, precision=narrow).has_master_weights
     assert not config(2, precision=Precision()).has_master_weights
     assert not config(2).has_master_weights
+
+
+def test_a_batch_is_divisible_if_its_rows_and_the_dims_of_the_spec_are():
+    data, spec = (
+        DataMesh.for_stage({"data": 4, "sequence": 3}, ("data",), 3),
+        BatchSpec.of(PartitionSpec("data", "sequence")),
+    )
+    assert is_divisible([np.ones((8, 7)), np.ones(4)], data, None)
+    for undivided in (np.ones((6, 6)), np.ones(()), [np.ones(8), np.ones(7)]):
+        assert not is_divisible(undivided, data, None)
+    assert is_divisible([np.ones((4, 6)), np.ones(4)], data, spec)
+    assert not is_divisible(np.ones((4, 7)), data, spec)
 
 
 def test_entries_of_a_spec_and_their_axes_are_inverses():

@@ -1,5 +1,7 @@
 """Which part of an update needs a matrix whole, read from the equations of one that is written by hand."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,9 @@ import pytest
 from conftest import mesh_of
 
 from zerojax import Tuning, zero_shard
+from zerojax.optim import traced
 from zerojax.optim.cores import CoreFinder
+from zerojax.optim.wrapped import UpdatedLeaves
 
 PARAMS = {"a": jax.ShapeDtypeStruct((16, 24), jnp.float32), "b": jax.ShapeDtypeStruct((32, 8), jnp.float32)}
 
@@ -74,3 +78,13 @@ def test_two_matrices_of_one_equation_are_told_apart(joint):
     updates, _ = factored(joint).update(jax.grad(loss)(params, jnp.ones(1)), jnp.zeros(()))
     for name, x in optax.apply_updates(params, updates).items():  # float32 decompositions of two programs
         np.testing.assert_allclose(tx.unshard(state.params)[name], x, rtol=1e-4, atol=1e-4)
+
+
+def test_the_state_of_a_shorter_stack_is_as_short():
+    """Statistics of each matrix, too, unless the matrices themselves have another shape."""
+    grad, *state = [SimpleNamespace(shape=x) for x in ((6, 4, 8), (6, 4, 8), (6, 3), (), (6, 4, 8))]
+    leaves = UpdatedLeaves((grad,), tuple(state), (0, 0, 0, None))
+    shapes = lambda new: [traced._state_shape(leaves, k, {0: new}) for k in range(4)]
+    assert shapes((2, 4, 8)) == [(2, 4, 8), (2, 3), None, None]
+    assert shapes((2, 5, 8)) == [(2, 5, 8), None, None, None]
+    assert traced._state_shape(leaves, 0, {}) is None

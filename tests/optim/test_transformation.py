@@ -72,19 +72,15 @@ def test_none_is_the_state_of_a_transformation_without_a_state(mesh):
     assert [as_planned(plan, None) for plan in plans] == [optax.scale(0.1).init({}), None]
 
 
-@pytest.mark.parametrize(
-    ("kind", "shards", "updates", "expected"),
-    [
-        ("sharded", 8, "auto", True),
-        ("sharded", 8, "owner", True),
-        ("sharded", 8, "sharded", False),
-        ("sharded", 1, "auto", False),
-        ("flat", 8, "auto", False),
-    ],
-)
-def test_owners_are_for_leaves_that_are_divided(kind, shards, updates, expected):
-    leaf, config = SimpleNamespace(kind=kind, shards=shards), SimpleNamespace(matrix_updates=updates)
-    assert FlatUpdate(config, None, UpdatedLeaves((leaf,), (), ()), None).may_have_owners == expected
+def test_owners_are_for_leaves_that_are_divided():
+    cases = {("sharded", 8, "auto"): True, ("sharded", 8, "owner"): True, ("sharded", 8, "sharded"): False}
+    for (kind, shards, updates), expected in {
+        **cases,
+        ("sharded", 1, "auto"): False,
+        ("flat", 8, "auto"): False,
+    }.items():
+        leaf, config = SimpleNamespace(kind=kind, shards=shards), SimpleNamespace(matrix_updates=updates)
+        assert FlatUpdate(config, None, UpdatedLeaves((leaf,), (), ()), None).may_have_owners == expected
 
 
 @pytest.mark.parametrize("stage", [1, 3])
