@@ -268,7 +268,7 @@ class Events:
 
 
 def failures() -> dict[int, dict[str, Any]]:
-    """Return the notice, with `status` and `text`, of each other process that ended with an error."""
+    """Return, by rank, what `give_notice` received in each other process that ended with an error."""
     return {index: notice for index, notice in _of_others(NOTICE).items() if notice["status"]}
 
 

@@ -186,7 +186,7 @@ class _Evaluation:
         return _on_parts(eqn, operands, own, after, division)
 
     def _combined(self, eqn: Any, operands: Sequence, own: Sequence[Dim], division: Division) -> jax.Array:
-        """Return a reduction or inner product, combined over devices. XLA merges collectives that are independent."""
+        """Return the result of a reduction or inner product, combined over the devices by a collective."""
         name, axes = eqn.primitive.name, division.axes
         identity: Any = 0
         if division.total > division.length and name != "dot_general":

@@ -186,7 +186,7 @@ def current_masters(
 
     With `compare`, wait for the devices to find out which parameters a program changed. The master weights of these
     become new arrays on the devices. All other master weights keep their arrays, even offloaded ones. Without
-    `compare`, do not wait, and return new arrays on the devices for all master weights. Return shapes unchanged.
+    `compare`, do not wait, and return new arrays on the devices for all master weights. Shapes are returned as given.
     """
     _, masters = split_masters(plan, opt_state)
     leaves = leaves_of(params)
