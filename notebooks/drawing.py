@@ -90,35 +90,23 @@ def memory(estimate: Estimate, *, capacity: float | None = None) -> Figure:
     return figure
 
 
-def frontier(
-    plans: Sequence[Plan],
-    *,
-    policies: Mapping[str, Plan] = MappingProxyType({}),
-    chosen: Plan | None = None,
-    memory: float | None = None,
-) -> Figure:
+def frontier(plans: Sequence[Plan], *, policies: Mapping[str, Plan] = MappingProxyType({})) -> Figure:
     """Draw the least time of a step against its peak memory, for plans that save more or fewer activations.
 
     Args:
-        plans: Plans of one step with different budgets for its activations. A line connects them by their memory.
-        policies: Plans with policies of `jax.checkpoint` instead of a budget, by name.
-        chosen: The plan of the step with `memory=`.
-        memory: The bytes per device that the step may take, drawn as a line.
+        plans: Plans of one step with different limits `memory=`. A line connects them by their memory.
+        policies: Plans with policies of `jax.checkpoint` instead of a limit, by name.
     """
-    every = [*plans, *policies.values(), *([] if chosen is None else [chosen])]
+    every = [*plans, *policies.values()]
     (unit, size), longest = byte_unit(max(plan.peak for plan in every)), max(plan.seconds for plan in every)
     time, second = ("ms", 1e-3) if longest < 1 else ("s", 1.0)
     at = lambda plan: (plan.peak / size, plan.seconds / second)
     figure, axes = new_figure(height=4.2)
     if plans:
         line = sorted(map(at, plans))
-        axes.plot(*zip(*line, strict=True), "o-", color=COLORS["params"], label="zerojax, by budget")
+        axes.plot(*zip(*line, strict=True), "o-", color=COLORS["params"], label="zerojax, memory=")
     for (name, plan), marker in zip(policies.items(), itertools.cycle("sD^vP")):
         axes.plot(*at(plan), marker, color=COLORS["grads"], markersize=8, label=name)
-    if chosen is not None:
-        axes.plot(*at(chosen), "*", color=EXPOSED[0], markersize=17, zorder=3, label="chosen by memory=")
-    if memory is not None:
-        axes.axvline(memory / size, color="black", linestyle="--", label=f"memory={format_bytes(memory)}")
     axes.set(xlabel=f"peak memory, {unit} per device", ylabel=f"least time of a step, {time}")
     axes.margins(0.08)
     axes.set_title(f"Memory against time on {every[0].topology}: down and left is better")

@@ -65,6 +65,21 @@ def test_no_choice_is_cheaper():
         assert repeated(graph, named) == pytest.approx(best, rel=1e-3)
 
 
+def test_a_loop_saves_products_and_not_what_kernels_compute_anyway():
+    """With room for everything, the scores of attention and the sums of its softmax are computed again."""
+
+    def block(qkv, out, x):
+        q, k, v = jnp.split(x @ qkv, 3, -1)
+        return jax.nn.softmax(q @ k.T) @ v @ out
+
+    rows, wide, narrow = 128, 512, 64
+    avals = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((wide, 3 * narrow), (narrow, wide), (rows, wide))]
+    graph = graph_of(*compat.opened(jax.make_jaxpr(block)(*avals)), avals)
+    in_loop, elsewhere = (choose_saved(graph, graph.bytes, in_loop=on) for on in (True, False))
+    qkv, attended, scores = 4 * rows * 3 * narrow, 4 * rows * narrow, 4 * rows * rows
+    assert in_loop.saved_bytes == qkv + attended <= elsewhere.saved_bytes - scores
+
+
 def repeated(graph, saved):
     """The cost of computing everything again that the backward pass reads and that is not saved."""
     kept, needed = {value.equation for value in saved}, set()

@@ -107,7 +107,9 @@ OLD_CPU = pytest.mark.skipif(OLD, reason="on CPU, jax 0.10 merges both passes of
 def test_a_step_fits_and_trains_the_same(mesh, style, options, accumulate):
     tx, loss, state = made(mesh, style, **options)
     plain = tx.train_step(loss, accumulate=accumulate)
-    memory = int(0.8 * peak_bytes(plain.lower(state, BATCH).compile()))
+    # A scan that saves all of its products uses no more memory: that is 0.64 of the plain step's, or 0.71 with linen.
+    share = {"scan": 0.6, "linen": 0.7, "blocks": 0.8}[style]
+    memory = int(share * peak_bytes(plain.lower(state, BATCH).compile()))
     step = tx.train_step(loss, accumulate=accumulate, memory=memory)
     fit = step.memory_fit(state, BATCH)
     assert 0.85 * memory <= fit.chosen.peak <= memory

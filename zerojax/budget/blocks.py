@@ -71,14 +71,15 @@ class Blocks:
 
         If `share` is 0, only the results of collectives are saved. If it is 1, all values that the backward pass reads
         are saved. Any other `share` counts the bytes of `Graph.kept`, because XLA by itself recomputes elementwise
-        functions of saved values. In a loop, XLA does not recompute these functions, and `Graph.bytes` count.
+        functions of saved values. In a loop, XLA does not recompute these functions, and `Graph.bytes` count. Unless
+        `share` is 1, a loop saves no value whose copies would take longer than to compute it again.
         """
         key = id(block.graph), block.is_loop, share
         if key not in self._choices:
             least = least_bytes(block.graph)
             most = block.graph.bytes if block.is_loop else block.graph.kept
             budget = least + int(share * max(most - least, 0))
-            choice = choose_saved(block.graph, budget)
+            choice = choose_saved(block.graph, budget, in_loop=block.is_loop)
             if share == 1:
                 choice = dataclasses.replace(choice, saved_bytes=block.graph.bytes, flops=0)
             self._choices[key] = choice

@@ -43,6 +43,9 @@ _ALL = 1e6
 # another shape or type could be saved, too. A larger budget still never repeats more FLOPs, because the solver pays for
 # more bytes only if fewer FLOPs are repeated.
 _PRICE = 0.2
+# In a loop, a saved byte is copied into a stack and out of it. So a value is saved only if it spares this share of the
+# FLOPs per byte that the products of the block cost on average. Attention scores, for example, spare less.
+_WORTH = 0.5
 # The limit on the solver's branches. A limit on time would give different choices on different machines.
 _BRANCHES = 5000
 
@@ -64,6 +67,7 @@ class Equation:
     reads: tuple[int, ...]  # the indices of the equations whose results this equation reads
     cost: float  # the FLOPs to compute the equation again, plus a small part of the bytes that it writes
     flops: int  # the FLOPs to compute the equation again
+    products: int  # the part of `flops` in products, loops and calls
     is_collective: bool  # whether other devices take part in the equation
 
 
@@ -180,10 +184,11 @@ def _is_form(eqn: Any) -> bool:
 
 def _equation(eqn: Any, reads: set[int]) -> Equation:
     flops = flops_of(eqn)
+    products = flops if jaxprs.facts(eqn).kind is Kind.PRODUCT or compat.inner_jaxprs(eqn) else 0
     written = 0 if compat.name_of(eqn) == "name" else bytes_written(eqn)
     # Repeating a collective would use the links, not only this device's time.
     is_collective = any(jaxprs.facts(e).kind is Kind.COLLECTIVE for e in jaxprs.with_inner(eqn))
-    return Equation(tuple(sorted(reads)), flops + _FLOPS_PER_BYTE * written, flops, is_collective)
+    return Equation(tuple(sorted(reads)), flops + _FLOPS_PER_BYTE * written, flops, products, is_collective)
 
 
 def flops_of(eqn: Any) -> int:
@@ -249,12 +254,18 @@ class Choice:
     most_flops: int
 
 
-def choose_saved(graph: Graph, budget: int) -> Choice:
-    """Return the choice that saves at most `budget` bytes and repeats the fewest FLOPs."""
+def choose_saved(graph: Graph, budget: int, *, in_loop: bool = False) -> Choice:
+    """Return the choice that saves at most `budget` bytes and repeats the fewest FLOPs.
+
+    With `in_loop`, return the choice for the least time: only products take time, and saved bytes do. XLA computes
+    other equations, such as those of a softmax, inside of kernels that read their operands anyway.
+    """
     if not graph.equations:
         return Choice((), 0, 0, 0, 0)
-    cost, sizes = np.array([eqn.cost for eqn in graph.equations], float), _sizes(graph)
-    found = _minimised(graph, np.concatenate([cost, _PRICE * sizes]), cost.sum(), budget)
+    cost, sizes, price = np.array([eqn.cost for eqn in graph.equations], float), _sizes(graph), _PRICE
+    if in_loop and (products := np.array([eqn.products for eqn in graph.equations], float)).any():
+        cost, price = products + _FLOPS_PER_BYTE * cost, _WORTH * products.sum() / max(graph.kept, 1)
+    found = _minimised(graph, np.concatenate([cost, price * sizes]), cost.sum(), budget)
     if found is None:
         raise ValueError(
             f"remat_within(budget=) allows {budget} bytes per call, and the results of collectives, which are not "

@@ -274,12 +274,7 @@ def candidates(
 
 
 def estimate_candidate(
-    name: str,
-    loss: PlainGradient,
-    batch: Any,
-    space: SearchSpace,
-    setup: tuple[Config, Layout, StageEstimate],
-    rows: int,
+    name: str, loss: PlainGradient, batch: Any, space: SearchSpace, setup: tuple, rows: int
 ) -> Candidate:
     """Estimate one candidate. The loss is compiled only if the model states fit."""
     config, layout, estimate = setup

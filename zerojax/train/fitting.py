@@ -173,7 +173,7 @@ def fit_memory(
     base, best = arguments, None
     for aim in _AIMS:
         share = largest_share(base, held, aim * memory)
-        if share in {trial.share for trial in trials}:
+        if held(share) in {held(trial.share) for trial in trials}:  # the same program
             break
         trials.append(_compiled(lowered.get(share) or lower(share), share, base + held(share)))
         base = trials[-1].peak - held(share)
