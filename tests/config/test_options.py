@@ -168,8 +168,9 @@ def test_options_are_kept_in_one_form():
 
 
 def test_float16_without_a_scale_warns_and_nothing_else_does():
-    with pytest.warns(UserWarning, match="gradients under 6e-8 become zero"):
+    with pytest.warns(UserWarning, match="gradients under 6e-8 become zero") as found:
         Precision(compute=jnp.float16)
+    assert found[0].filename == __file__
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for options in ({"compute": jnp.float16, "loss_scale": 8}, {"compute": jnp.bfloat16}, {}):
