@@ -161,8 +161,8 @@ class Segment(abc.ABC):
         """Return `(gathered parameters, others)` for the forward pass, and start the gathers of later segments.
 
         The gathers wait for an anchor: an input that depends on the previous segment that gathered. A segment without
-        an input of this kind is an independent branch, which must not wait for the previous segment. Its anchor is any
-        input that a segment computed. The gathers, but not this segment, also wait for the previous segment (`beside`).
+        an input of this kind is an independent branch, and its anchor is any input that a segment computed. The
+        branch's gathers also wait for the previous segment (`beside`), but its computation must not wait for it.
         """
         if not self.params:
             return [], [gathers.env[v] for v in self.others]

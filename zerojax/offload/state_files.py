@@ -227,9 +227,9 @@ class LeafFiles:
         return [self.load_chunk(version, n) for n in self.chunks]
 
     def copy(self, version: Any, put: Callable[[int, tuple[np.ndarray, ...]], None]) -> list[Future[None]]:
-        """Begin to pass each chunk to `put`, with the number of the chunk. The files must have this version.
+        """Begin to pass each chunk of the leaf to `put`, with the chunk's number. Return the futures, one per chunk.
 
-        Later writes wait for these copies, so `put` gets the leaf as it is at this call.
+        The files must have the version `version`. Later writes wait, so `put` gets the leaf as it is at this call.
         """
         self.state_files.require(version)
         copies: list[Future[None]] = []

@@ -137,12 +137,12 @@ class Plan:
 
     @property
     def seconds(self) -> float:
-        """Return the least time of a step: the roofline's time and `update`."""
+        """Return the least time of a step: the roofline's time plus `update`."""
         return self.roofline.seconds + self.update
 
     @property
     def expected_seconds(self) -> float:
-        """Return the expected time of a step: the simulated time and `update`."""
+        """Return the expected time of a step: the simulated time plus `update`."""
         return self.expected.seconds + self.update
 
     def to_dict(self) -> dict[str, Any]:
