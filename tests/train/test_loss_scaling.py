@@ -145,15 +145,18 @@ def test_too_many_skips_raise_with_the_leaves_that_began_it(mesh):
     ids=["none", "weights", "skip_nonfinite", "max_skips"],
 )
 def test_steps_are_skipped_where_an_option_says_so(options, skips, mesh):
-    loss = lambda p, b: ((p["w"] * b).sum(), 8.0) if "weighted" in options else (p["w"] * b).sum()
+    loss = lambda p, b, *weight: ((p["w"] * b).sum(), *weight) if weight else (p["w"] * b).sum()
+    weight = (jnp.float32(8),) if "weighted" in options else ()
     tx = zero_shard(optax.sgd(0.1), stage=2, mesh=mesh)
     step = tx.train_step(loss, **options)
-    state, metrics = step(tx.create({"w": jnp.ones(1)}), jnp.full(8, jnp.nan))
+    state, metrics = step(tx.create({"w": jnp.ones(1)}), jnp.full(8, jnp.nan), *weight)
     assert np.isnan(metrics["grad_norm"])
     assert (metrics["skipped"], state.step) == (skips, 1 - skips)
     if "max_skips" in options:
         with pytest.raises(FloatingPointError, match="1 steps in a row"):
             step(state, jnp.ones(8))
+    for weight in (0.0, -1.0) if weight else ():
+        assert step(tx.create({"w": jnp.ones(1)}), jnp.ones(8), jnp.float32(weight))[1]["skipped"]
 
 
 @pytest.mark.parametrize("stage", [1, 3])

@@ -61,7 +61,7 @@ class StagedStep:
                 f'train_step(memory={options.memory!r}) fits one compiled program, and with Offload(params="disk") a '
                 f"step is many. Leave out memory=, and give the blocks of the loss budgets with zerojax.remat_within."
             )
-        self._planned = functools.lru_cache(maxsize=4)(functools.partial(PlannedStep, program))
+        self._planned = functools.cache(functools.partial(PlannedStep, program))
 
     def run(self, state: ZeroState, rows: Any, args: tuple) -> tuple[ZeroState, Any]:
         config = self.program.config

@@ -33,7 +33,7 @@ class StreamedStep(JittedStep):
     def __init__(self, program: StepProgram, updates: Callable[[ShardingPlan], StreamedUpdate] | None = None):
         super().__init__(program)
         options = program.options.users_options
-        stream = functools.lru_cache(maxsize=4)(lambda plan: StreamedUpdate(program.config, plan, options))
+        stream = functools.cache(lambda plan: StreamedUpdate(program.config, plan, options))
         self.updates = stream if updates is None else updates
 
     @functools.cached_property
