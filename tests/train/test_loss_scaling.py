@@ -155,8 +155,8 @@ def test_steps_are_skipped_where_an_option_says_so(options, skips, mesh):
     if "max_skips" in options:
         with pytest.raises(FloatingPointError, match="1 steps in a row"):
             step(state, jnp.ones(8))
-    for weight in (0.0, -1.0) if weight else ():
-        assert step(tx.create({"w": jnp.ones(1)}), jnp.ones(8), jnp.float32(weight))[1]["skipped"]
+    for invalid in (0.0, -1.0) if weight else ():
+        assert step(tx.create({"w": jnp.ones(1)}), jnp.ones(8), jnp.float32(invalid))[1]["skipped"]
 
 
 @pytest.mark.parametrize("stage", [1, 3])
