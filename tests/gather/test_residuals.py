@@ -66,11 +66,12 @@ def test_nothing_that_the_gathered_weight_gives_is_kept(name):
 def test_the_parts_of_a_shard_map_compute_what_it_computes():
     specs = {"in_specs": (P(None, "data"), P("data"), P()), "out_specs": (P(None, "data"), P(), P("data"), P())}
     body = lambda w, x, b: (2 * w, 0 * w.sum() * x.sum(), x * b, jnp.cos(b))
-    fn = jax.shard_map(body, mesh=mesh_of(8), check_vma=False, **specs)
+    mapped = jax.shard_map(body, mesh=mesh_of(8), check_vma=False, **specs)
+    fn = lambda w, x, b: mapped(jnp.tanh(w), jnp.sin(x), b)
     args = W, X, jnp.arange(float(SIZE))
     jaxpr = jax.make_jaxpr(fn)(*args).jaxpr
     found = divided(jaxpr, [jaxpr.invars[0], jaxpr.invars[2]])
-    assert [(len(eqn.invars), len(eqn.outvars)) for eqn in found.eqns] == [(2, 2), (3, 2)]
+    assert [(len(eqn.invars), len(eqn.outvars)) for eqn in found.eqns] == [(1, 1), (1, 1), (2, 2), (3, 2)]
     for one, plain in zip(jax.jit(jaxprs.run, static_argnums=0)(found, (), *args), fn(*args), strict=True):
         np.testing.assert_array_equal(one, plain)
     product = jax.make_jaxpr(LOSSES["shard_map"])(W, X).jaxpr
