@@ -66,6 +66,7 @@ def test_numbers_and_their_shapes_are_replicated():
         placed = storage.place_replicated(mesh, tree, shapes=shapes)
         assert [(x.shape, x.dtype) for x in placed] == [((), jnp.int32), ((2,), F32), ((2,), jnp.bfloat16)]
         assert {x.sharding for x in placed} == {NamedSharding(mesh, P())}
+        assert shapes or not any(x.weak_type for x in placed)
 
 
 def test_padded_parameters_are_read_and_returned_in_the_form_of_another_stage():
@@ -81,7 +82,7 @@ def test_padded_parameters_are_read_and_returned_in_the_form_of_another_stage():
     assert stored[1] is given[1].storage
     layout = types.SimpleNamespace(treedef=jax.tree.structure([0] * 5), params=leaves)
     jax.tree.map(np.testing.assert_array_equal, storage.unflatten_params(stored, layout, leaves, forms), given)
-    assert storage.storage_forms([*leaves, leaf(5, dim=None)]) == ((0, 16),) * 3 + (None,) * 3
+    assert storage.storage_forms([*leaves, leaf(5, dim=None), leaf(7)]) == (*[(0, 16)] * 3, None, None, None, (0, 8))
     np.testing.assert_array_equal(storage.in_logical_shape(jnp.arange(8.0), flat), jnp.arange(6.0).reshape(2, 3))
 
 
@@ -120,16 +121,19 @@ def test_parameters_are_cast_where_they_are():
     moved = storage.return_to_host(config, {0: jnp.ones(16), 1: arrays[1]}, leaves)
     assert storage.is_on_host(moved[0])
     assert moved[1] is arrays[1]
-    needed = []
-    watched = types.SimpleNamespace(
-        mesh=mesh, offload=types.SimpleNamespace(check_host_memory=lambda *x: needed.append(x))
-    )
-    storage.check_host_room(watched, types.SimpleNamespace(params=leaves))
-    storage.check_host_room(watched, types.SimpleNamespace(params=leaves[1:]))
-    storage.check_host_room(Config(optax.sgd(1.0), 3, mesh), types.SimpleNamespace(params=leaves))
-    assert needed == [(mesh, 8)]
     pinned = jax.make_jaxpr(lambda arrays: storage.pin_to_plan(config, arrays, leaves))(arrays)
     assert [v in pinned.jaxpr.invars for v in pinned.jaxpr.outvars] == [True, False, False], "not those of the host"
+
+
+def test_only_arrays_in_host_memory_need_room_there(monkeypatch):
+    needed, mesh = [], mesh_of(8)
+    monkeypatch.setattr(Offload, "check_host_memory", lambda self, *args: needed.append(args))
+    config = Config(optax.sgd(1.0), 3, mesh, offload=Offload(optimizer="host", params="host"))
+    for params in ([jnp.ones(16)] * 2, jax.eval_shape(lambda: [jnp.ones(16)] * 2)):
+        for leaves in ([leaf(16, host=True), leaf(16)], [leaf(16)] * 2):
+            storage.place_params(config, types.SimpleNamespace(params=leaves), params)
+    storage.check_host_room(Config(optax.sgd(1.0), 3, mesh), types.SimpleNamespace(params=[leaf(16, host=True)]))
+    assert needed == [(mesh, 8)]
 
 
 # No dim is divided by 4 devices.

@@ -158,7 +158,7 @@ def place_array(x: Any, sharding: NamedSharding) -> Any:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
     if sharding.memory_kind not in (None, "device"):
         return copy_to_host(x, sharding)
-    x = to_device(x) if isinstance(x, jax.Array) else x
+    x = to_device(x)
     if isinstance(x, jax.core.Tracer) or compat.is_tracing():  # device_put would replicate constants of a program
         return jax.lax.with_sharding_constraint(x, sharding)
     # device_put may share a shard with its argument, even with may_alias=False (seen on jax 0.10.2)
