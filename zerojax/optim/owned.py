@@ -330,7 +330,7 @@ class Costs:
         return len(batch[0]) + len(rows) + columns.index(rhs)
 
     def _decomposition(self, eqn: Any, dims: list[int | None]) -> list[int | None]:
-        """Return the index of the dim in each result of a matrix decomposition. The dim must be a batch dim."""
+        """Count a matrix decomposition, and return where its results have the dim, which must be a batch dim."""
         shape = eqn.invars[0].aval.shape
         *batch, m, n = shape if len(shape) > 1 else (1, *shape)
         if eqn.primitive.name == "triangular_solve":

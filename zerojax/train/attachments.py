@@ -94,10 +94,10 @@ class Guard:
     def around(
         self, number: int, state: ZeroState, batch: Any, place: Callable[[], Any], args: tuple
     ) -> Iterator[Call]:
-        """Yield the record of a call, which other processes see. First compare a call with new shapes over processes.
+        """Yield the record of a call, which other processes see.
 
-        `place` returns the batch on the devices. The caller sets the record's `result` when it has dispatched the step.
-        If the call compiles, the time limit begins only after the dispatch.
+        If the call has new shapes, first check that all processes lower the same program. The time limit of this call
+        begins only after the dispatch. `place` returns the batch on the devices. The caller sets the record's `result`.
         """
         program, config = self._program, self._program.config
         is_new = self._same.is_new(state.plan, batch, args, state.step)
