@@ -197,7 +197,7 @@ UNROLLED = ("orthogonality", "first")  # A penalty on whole layers gathers a sta
 QUICK = [
     ("L1", "unrolled", "global"),
     ("maximum", "unrolled", "global"),
-    ("inner product", "scanned", "global"),
+    ("inner product", "unrolled", "global"),
     ("derivatives", "unrolled", "global"),
     ("custom derivative", "scanned", "global"),
     ("log of padding", "unrolled", "device"),

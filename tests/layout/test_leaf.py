@@ -125,6 +125,8 @@ def test_a_padded_array_is_its_logical_array():
     np.testing.assert_array_equal(padded >= 3, x >= 3)
     stacked = dataclasses.replace(padded, storage=jnp.stack([padded.storage] * 2))
     assert stacked.logical().shape == (2, 3, 5)
+    for dtype in (bool, jnp.uint32):  # flags and raw keys, of which a function may give other shapes
+        assert dataclasses.replace(padded, storage=jnp.ones(3, dtype)).storage.shape == (3,)
     mask = {"p": dataclasses.replace(padded, storage=True), "x": False}
     assert stored_mask(mask, "trainable").meant == {"p"}
     with pytest.raises(ValueError, match=r"padded to \[3, 8\] in storage.*array of shape \[3\]"):
