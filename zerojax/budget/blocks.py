@@ -222,7 +222,8 @@ def part_of_loss(eqn: Any) -> tuple[type | None, Any]:
     """Return `Block`, `UsersBlock` or None (no block) for an equation, and the open jaxpr inside the equation.
 
     The jaxpr of an equation that is no block is None, unless the equation is a call that can be inlined. A call that
-    constrains shardings cannot be inlined. A block with refs gives two None, because `BlockMemory` cannot describe it.
+    constrains shardings cannot be inlined. For a block with refs, return `(None, None)`, because `BlockMemory` cannot
+    describe it.
     """
     if compat.is_remat(eqn):
         inputs = list(dict.fromkeys(jaxprs.variables_in(eqn.invars)))
@@ -303,8 +304,11 @@ def table_lines(blocks: Sequence[BlockMemory]) -> Iterator[tuple[str, ...]]:
 def _figures(jaxpr: Any) -> tuple[int, ...]:
     """Describe a user's block by five numbers, from the block's gradients with and without its `jax.checkpoint`.
 
-    The numbers are the bytes saved on the device, the bytes saved in host memory, the bytes that the backward pass
-    reads, the FLOPs that the `jax.checkpoint` repeats, and the FLOPs of all values that the backward pass reads.
+    The numbers are:
+
+    - the bytes saved on the device, and the bytes saved in host memory;
+    - the bytes that the backward pass reads;
+    - the FLOPs that the `jax.checkpoint` repeats, and the FLOPs that compute all values that the backward pass reads.
     """
     whole, avals = without_consts(jaxpr)
     own = functools.partial(jaxprs.inline_calls, whole, ())

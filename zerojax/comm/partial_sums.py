@@ -76,9 +76,9 @@ def evaluate_backward(
 ) -> list:
     """Evaluate a backward pass, a closed jaxpr, and leave gradients as partial sums `(workers, *shape)` where possible.
 
-    An argument that the pass only adds to gradients may be a `PartialSum`. `grads` has the indices of the results that
-    are gradients of parameters. `experts` maps the indices of experts' gradients to the axes over which to sum these.
-    `rows` says which dims of each argument hold the rows of the batch.
+    An argument may be a `PartialSum` if the pass does nothing with it but add it to gradients. `grads` has the indices
+    of the results that are gradients of parameters. `experts` maps the indices of experts' gradients to the axes over
+    which to sum these. `rows` says which dims of each argument hold the rows of the batch.
     """
     (jaxpr, consts), workers = compat.opened(backward), workers_of(how.mesh, how.axes)
     if workers == 1:  # Every sum is complete.

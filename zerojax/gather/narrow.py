@@ -37,7 +37,10 @@ class Request(NamedTuple):
     widened: Callable[[Sequence, Sequence], Sequence] = lambda args, values: values
 
     def bind(self, values: Sequence, constants: int = 0) -> list:
-        """Add a `shardwise` equation. The last `constants` of `values`, the jaxpr's arguments, are constants."""
+        """Add a `shardwise` equation to the trace that is running.
+
+        `values` are the arguments of the jaxpr. The last `constants` of them are constants of the loss.
+        """
         fixed = frozenset(k for k, i in enumerate(self.operands) if i >= len(values) - constants)
         return shardwise_p.bind(*(values[i] for i in self.operands), of=dataclasses.replace(self.of, fixed=fixed))
 

@@ -60,7 +60,10 @@ def _of_widen(*_: Any, tail: Any, dtype: Any) -> Any:
 
 
 def evaluate_widen(eqn: Any, z: jax.Array, others: Sequence) -> list:
-    """Evaluate a `widen` equation. `z` has the gathered type, or the type of `y` if `z` has to get a cotangent."""
+    """Evaluate a `widen` equation: compute the weight from its gathered quantised value `z`.
+
+    `z` has the type that was gathered. If `z` has to get a cotangent, it has the floating type before quantisation.
+    """
     tail, consts = compat.opened(eqn.params["tail"])
     (value,) = jaxprs.run(tail, consts, z.astype(eqn.params["dtype"]), *others)
     return [value if z.dtype == eqn.params["dtype"] else with_cotangent_of(value, z)]

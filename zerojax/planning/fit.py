@@ -225,7 +225,7 @@ class PlainGradient:
     def cost(self, config: Config, layout: Layout, rows: Any) -> GradientCost:
         """Return the cost at the stage of `config`. `rows` has the shapes of the rows that one device has at a time.
 
-        Configurations that add the same gradients to inputs (see `plain_gradient`) share a compiled program.
+        Configurations share a compiled program if they add up the same gradients over microbatches (`plain_gradient`).
         Configurations that shard the same dims share a trace of the loss.
         """
         types = tuple((x.shape, x.dtype) for x in jax.tree.leaves(rows))

@@ -1,7 +1,8 @@
 """Remove the scale of the loss's cotangent from the new values of overwritten leaves.
 
-A step multiplies the cotangent of the loss by the loss scale, and divides it by the weight of a weighted loss. The
-computation of a new value is analysed to find how the value depends on the cotangent:
+An overwritten leaf takes its gradient as its new value, so the backward pass computes this value. A step multiplies the
+cotangent of the loss by the loss scale, and divides it by the weight of a weighted loss. The computation of a new value
+is analysed to find how the value depends on the cotangent:
 
 - A value that is linear in the cotangent, such as a derivative, is divided by the cotangent.
 - A statistic of activations or weights does not depend on the cotangent, and is not changed.
