@@ -398,8 +398,8 @@ def test_a_plain_state_is_adopted_into_chunks():
 @pytest.mark.parametrize("as_array", [jnp.asarray, np.asarray])
 def test_master_weights_of_an_adopted_state_are_the_parameters(as_array):
     params = {"w": as_array(np.linspace(0, 1, 119, dtype=np.float32).reshape(17, 7)), "n": as_array(np.arange(3))}
-    tx = zero(optax.sgd(0.1), offload=offload(), precision=Precision.bf16())
-    state = tx.create(params, opt_state=optax.sgd(0.1).init(params))
+    tx = zero(optax.trace(0.1), offload=offload(), precision=Precision.bf16())
+    state = tx.create(params, opt_state=optax.trace(0.1).init(params))
     np.testing.assert_array_equal(tx.unshard(tx.weights(state.params, state.opt_state))["w"], params["w"])
 
 
