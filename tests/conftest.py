@@ -32,9 +32,16 @@ import math
 import subprocess
 import sys
 
+import hypothesis
 import jax
 import pytest
 from jax.sharding import AxisType
+
+# A test has no time limit but that of pytest-timeout: on a busy machine, hypothesis' own limits fail at random.
+hypothesis.settings.register_profile(
+    "no_limits", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("no_limits")
 
 gc.set_threshold(50_000, 20, 10)  # tracing makes many objects; collecting them as often as usual takes 6% of the time
 

@@ -39,7 +39,7 @@ def round_trip(fmt):
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seed=st.integers(0, 2**31), spread=st.floats(0, 20), zeros=st.floats(0, 1))
 def test_an_element_is_off_by_at_most_its_formats_bound(fmt, seed, spread, zeros):
     rng = np.random.default_rng(seed)
