@@ -46,7 +46,7 @@ class Block(NamedTuple):
 
 
 class UsersBlock(NamedTuple):
-    """A block with a `jax.checkpoint` or `remat_within` in it, or a call of such a function outside of blocks."""
+    """A block that contains a `jax.checkpoint` or `remat_within`, or a call of one of these outside of blocks."""
 
     line: str
     calls: int
@@ -70,9 +70,9 @@ class Blocks:
         """Return the values that a block saves if it may save `share` of its bytes.
 
         If `share` is 0, only the results of collectives are saved. If it is 1, all values that the backward pass reads
-        are saved. Any other `share` counts the bytes of `Graph.kept`, because XLA by itself recomputes elementwise
-        functions of saved values. In a loop, XLA does not recompute these functions, and `Graph.bytes` count. Unless
-        `share` is 1, a loop saves no value whose copies would take longer than to compute it again.
+        are saved. Any other `share` is a share of `Graph.kept`, because XLA recomputes elementwise functions of saved
+        values by itself. In a loop, XLA does not recompute these functions, so `share` is a share of `Graph.bytes`,
+        and a value is not saved if copying it would take longer than recomputing it.
         """
         key = id(block.graph), block.is_loop, share
         if key not in self._choices:
@@ -221,9 +221,9 @@ def _opened_body(eqn: Any) -> tuple[Any, Sequence]:
 def part_of_loss(eqn: Any) -> tuple[type | None, Any]:
     """Return `Block`, `UsersBlock` or None (no block) for an equation, and the open jaxpr inside the equation.
 
-    The jaxpr of an equation that is no block is None, unless the equation is a call that can be inlined. A call that
-    constrains shardings cannot be inlined. For a block with refs, return `(None, None)`, because `BlockMemory` cannot
-    describe it.
+    For an equation that is no block, the jaxpr is that of a call, which may contain blocks. It is None if the equation
+    is not a call, or if the call constrains shardings and so cannot be inlined. A block with refs gives `(None, None)`,
+    because `BlockMemory` cannot describe refs.
     """
     if compat.is_remat(eqn):
         inputs = list(dict.fromkeys(jaxprs.variables_in(eqn.invars)))

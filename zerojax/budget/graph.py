@@ -163,7 +163,7 @@ def _in_memory(jaxpr: Any) -> set:
 
 
 def _bytes_kept(eqns: Sequence, wanted: set[int], read_by: Sequence[set[int]], in_memory: set) -> int:
-    """Return the bytes of the results in `in_memory` from which XLA computes the results of the equations `wanted`."""
+    """Return the bytes of the values in memory from which XLA can compute the results of the equations `wanted`."""
     total, seen, pending = 0, set[int](), [*wanted]
     while pending:
         i = pending.pop()
@@ -257,8 +257,8 @@ class Choice:
 def choose_saved(graph: Graph, budget: int, *, in_loop: bool = False) -> Choice:
     """Return the choice that saves at most `budget` bytes and repeats the fewest FLOPs.
 
-    With `in_loop`, return the choice for the least time: only products take time, and saved bytes do. XLA computes
-    other equations, such as those of a softmax, inside of kernels that read their operands anyway.
+    With `in_loop`, return the choice of least time. Only products and saved bytes count as time: XLA computes other
+    equations, such as those of a softmax, inside of kernels that read their operands anyway.
     """
     if not graph.equations:
         return Choice((), 0, 0, 0, 0)

@@ -49,7 +49,7 @@ class ReadRequest(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        """Return whether each process must read all of `saved`: it is packed, or one of the two layouts is flat."""
+        """Return whether each process must read the whole leaf: `saved` is packed, or only one layout is flat."""
         return bool(self.saved.pieces) or (self.saved.kind == "flat") != (self.leaf.kind == "flat")
 
 
@@ -207,7 +207,7 @@ def as_keys(x: jax.Array, one: ReadRequest) -> jax.Array:
 
 
 def read_part(directory: Path, saved: SavedLeaf, leaf: Leaf, box: tuple[slice, ...]) -> np.ndarray:
-    """Read the part `box` of the leaf `saved`, as `leaf` stores it. `box` has one slice per dim of that storage."""
+    """Read a part of the leaf `saved`, as `leaf` stores it. `box` has one slice per dim of the storage of `leaf`."""
     if (saved.kind == "flat") == (leaf.kind == "flat"):  # the storages differ in padding and type at most
         return as_type(read_box(directory, saved, box), leaf)
     whole = read_box(directory, saved, tuple(slice(0, size) for size in saved.data_shape))

@@ -28,7 +28,7 @@ def check_metrics(metrics: Mapping[str, Any], best_fn: BestFn | None) -> None:
 
 
 def best_step(root: Path, best_fn: BestFn, mode: str) -> int | None:
-    """Return the step whose metrics are best, or the earliest of several. None if no metrics have a score but NaN."""
+    """Return the step with the best score, the earliest of equal ones. None if no step has a score other than NaN."""
     manifests = [(step, read_manifest(root / step_name(step))) for step in steps_in(root)]
     found = [(step, one.metrics) for step, one in manifests if isinstance(one, Manifest) and one.metrics is not None]
     scores = {step: score for step, metrics in found if not math.isnan(score := float(best_fn(metrics)))}

@@ -143,7 +143,7 @@ class Checkpointer:
                 and `set_state`, such as grain's iterators. Each process writes a JSON file with its data.
             step: The number of the step. The default, `int(state.step)`, waits until the step is computed. To avoid
                 this wait, pass the step count of the training loop, which a tree without `step` needs.
-            metrics: Numbers by name, for `best_fn`. This call does not wait for scalars that are still computed.
+            metrics: Numbers by name, for `best_fn`. This call does not wait until devices have computed them.
             force: Save even if the step is not a multiple of `every`.
 
         Returns:
@@ -155,8 +155,8 @@ class Checkpointer:
                 and the newest checkpoint. The state is unchanged.
             TypeError: If a leaf of `state` is not an array, `data` cannot be written, `step` is not an integer, or a
                 metric is not a number.
-            ValueError: If `step` is negative or differs between processes, or if `state` was donated to a step, or has
-                no optimizer state of `tx`, or several.
+            ValueError: If `step` is negative or differs between processes, if `state` was donated to a step, or if
+                `state` does not have exactly one optimizer state of `tx`.
         """
         if problem := problem_of(None, "state", state) or problem_of(None, "metrics", metrics):
             raise ValueError(problem)
@@ -327,7 +327,7 @@ class Checkpointer:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        """Close the checkpointer. If the block raised an error, a failed save only warns, so that the error is seen."""
+        """Close the checkpointer. If the `with` block raised an error, a failed save only warns, to keep that error."""
         try:
             self.close()
         except CheckpointError as failure:

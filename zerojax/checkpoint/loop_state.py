@@ -33,8 +33,8 @@ NAMED = 5
 def as_state(tree: PyTree, tx: Any) -> tuple[ZeroState, Callable[[ZeroState], PyTree]]:
     """Convert a tree to a `ZeroState`, and return a function that converts such a state back to the tree's form.
 
-    `tx` placed the arrays. If it is None, a node at the top of the tree must have a `tx`. A leaf named `step` at the
-    top is the step. The scaling is None. A `ZeroState` is returned unchanged.
+    `tx` is the transformation that placed the arrays. If it is None, `tree` or one of its children must have the
+    attribute `tx`. A top-level leaf named `step` is the step. A `ZeroState` is returned unchanged.
     """
     if isinstance(tree, ZeroState):
         return tree, lambda state: state
@@ -82,7 +82,7 @@ def config_of(tree: PyTree, tx: Any) -> Config:
 
 
 def placed(config: Config, path: tuple, x: Any) -> Any:
-    """Return a leaf. Numbers, and arrays that JAX may move, are replicated, so that they can be used with the mesh."""
+    """Return a leaf on the mesh. Numbers and uncommitted arrays, which have no fixed device, are replicated."""
     if is_padded(x) or (isinstance(x, jax.ShapeDtypeStruct) and x.sharding is not None):
         return x
     if isinstance(x, jax.Array) or (isinstance(x, int) and abs(x) < 2**31):  # such as the step of a new TrainState
@@ -136,7 +136,7 @@ def find_model(config: Config, paths: list[str], nodes: list[Any]) -> tuple[Shar
 
 
 def parts_like(paths: list[str], tree: PyTree) -> list[tuple[str, list[int]]]:
-    """Return the path, and the indices of the leaves, of each part that has leaves with the same paths as `tree`."""
+    """Find each part whose leaves have the same paths as those of `tree`. Return its path and its leaves' indices."""
     wanted = [path_of(path) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
     indices = {path: i for i, path in enumerate(paths)}
     roots = {path.removesuffix(wanted[0]) for path in paths if path.endswith(wanted[0])} if wanted else {""}
@@ -146,7 +146,7 @@ def parts_like(paths: list[str], tree: PyTree) -> list[tuple[str, list[int]]]:
 
 
 def check_parts(config: Config, state: ZeroState) -> None:
-    """Raise a `ValueError` for arrays on another mesh, or another sharded optimizer state, whose layout is unknown."""
+    """Raise a `ValueError` for arrays on another mesh, or for a second sharded optimizer state of unknown layout."""
     for name, part in (("params", state.params), ("opt_state", state.opt_state)):
         if not are_shapes(part) and (problem := problem_of(config.mesh, name, part)):
             raise ValueError(problem)

@@ -231,7 +231,7 @@ def is_rounded(saved: SavedLeaf, wanted: StateLeaf) -> bool:
 
 
 def takes_any_dtype(wanted: StateLeaf) -> bool:
-    """Return whether `wanted` accepts any saved type, as integer state does, which optax's first update makes float."""
+    """Return whether `wanted` accepts any saved type: an update may turn integer optimizer state into floats."""
     return wanted.path[0] == "opt_state" and jnp.issubdtype(wanted.leaf.dtype, jnp.integer)
 
 
@@ -245,9 +245,9 @@ def other_optimizer(manifest: Manifest, plan: ShardingPlan, where: str, remedy: 
     """Compare the saved transformation with that of `plan`. Transformations may differ although their leaves are equal.
 
     Raise an error if the structures differ, and return a warning if only the programs differ. If another version of JAX
-    or optax saved the checkpoint, the same update may have another structure and program. Then other structures only
-    cause a warning, and programs are not compared. Return an empty string if nothing differs, or if the checkpoint has
-    no description, because an early zerojax saved it.
+    or optax saved the checkpoint, the same update may have another structure and program. Then a different structure
+    causes only a warning, and programs are not compared. Return an empty string if nothing differs, or if the
+    checkpoint has no description, because an early zerojax saved it.
     """
     saved = manifest.transformation
     if saved is None:

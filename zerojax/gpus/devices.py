@@ -108,9 +108,9 @@ def absent_mesh(topology: str, *, axes: tuple[str, ...] = ("data",)) -> Mesh:
 def absent_mesh_like(mesh: Mesh | AbstractMesh, topology: str, *, axes: tuple[str, ...]) -> Mesh:
     """Return a mesh of GPUs that this machine does not have, with the axes of `mesh`.
 
-    `axes` has the names of the axes that divide the batch. Of two, the first gets the number of hosts as its size, and
-    the second gets the GPUs per host, divided by the sizes of all axes that are not in `axes`. If `axes` has another
-    length, only its first axis is resized, so that the mesh has all GPUs. The remaining axes keep their sizes.
+    `axes` has the names of the axes that divide the batch. If there are two, the size of the first becomes the number
+    of hosts, and that of the second the GPUs per host, divided by the sizes of all axes that are not in `axes`.
+    Otherwise, only the first is resized, so that the mesh has all GPUs. All other axes keep their sizes.
     """
     devices = absent_mesh(topology).devices.flatten()
     sizes, resized = dict(mesh.shape), axes if len(axes) == 2 else axes[:1]

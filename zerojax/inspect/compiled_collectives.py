@@ -48,7 +48,7 @@ class Collective:
         group: The devices of the first group, as numbers in the mesh. For a permute, all devices in its pairs.
         times: How often one run of the program executes the collective. None if the collective is in a loop whose trip
             count the program does not fix.
-        times_if_once: `times`, if each loop whose trip count the program does not fix has one iteration.
+        times_if_once: As `times`, but a loop whose trip count the program does not fix counts as one iteration.
         conditional: Whether the collective is in a branch of a conditional. The branch counts as executed.
         computation: The HLO computation that contains the collective.
         name: The name of the HLO instruction.
@@ -161,7 +161,7 @@ class CompiledCollectives(tuple[Collective, ...]):
 
     @property
     def exposed(self) -> "CompiledCollectives":
-        """Return the collectives in a result of `overlap` during which no matrix product runs, the largest first."""
+        """Return the collectives, largest first, during which no product runs. Needs a result of `overlap`."""
         alone = (c for c in self if not c.products)
         return CompiledCollectives(sorted(alone, key=lambda c: -c.bytes * c.times_if_once))
 

@@ -128,7 +128,7 @@ class HloComputation:
 
 
 class HloCall(NamedTuple):
-    """An instruction that runs `callee` `trip_count` times. None means that the program does not fix this number."""
+    """An instruction that runs the computation `callee`. `trip_count` is None if the program does not fix it."""
 
     instruction: Instruction
     callee: str

@@ -67,17 +67,17 @@ class Report:
 
     @property
     def bytes(self) -> dict[str, int]:
-        """Return the bytes in device memory by part. Of each part, the device with the most bytes counts."""
+        """Return, for each part, the most bytes that one device has in its memory."""
         return self._by_part("device")
 
     @property
     def host(self) -> dict[str, int]:
-        """Return the bytes in host memory by offloaded part. Of each part, the device with the most bytes counts."""
+        """Return, for each offloaded part, the most bytes that one device has in host memory."""
         return self._by_part("host")
 
     @property
     def disk(self) -> dict[str, int]:
-        """Return the bytes on disk by offloaded part. Of each part, the device with the most bytes counts."""
+        """Return, for each offloaded part, the most bytes that one device has on disk."""
         return self._by_part("disk")
 
     def _by_part(self, place: str) -> dict[str, int]:
@@ -301,7 +301,7 @@ def note_from_layout(leaf: Leaf) -> str:
 
 
 def bytes_by_place(rows: Sequence[Row]) -> dict[str, int]:
-    """Return bytes by kind of memory. Of each kind, the device that has the most bytes of `rows` counts."""
+    """Return, for each kind of memory, the most bytes of `rows` that one device has in it."""
     totals: dict[str, Counter] = {place: Counter() for place in TITLES}
     for row in rows:
         for place, sizes in row.stored.items():

@@ -74,8 +74,8 @@ class Expected:
 def simulate(compiled: Any, device: Device) -> "Timeline":
     """Run a simulation of a compiled program on a device.
 
-    Of a conditional, the longest branch is simulated, and of a loop, one iteration. A collective that starts before a
-    loop and is awaited after it progresses during all iterations, and slows no product of the loop.
+    Of a conditional, the longest branch is simulated, and of a loop, one iteration. If a collective starts before a
+    loop and ends after it, the collective progresses during all iterations, but slows no product of the loop.
     """
     module = read(compiled)
     listed = {(c.computation, c.name): c for c in overlap(module)}

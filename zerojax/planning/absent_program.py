@@ -250,7 +250,7 @@ def plain_gradient(
     (indices) is added to an input, whose buffer XLA cannot reuse. The gradient of a stacked leaf needs no input: a loop
     fills the gradient step by step, so its buffer is occupied throughout the loop.
 
-    Rows without a sharding are replicated.
+    Leaves of `batch` without a sharding are replicated.
     """
     replicated = NamedSharding(mesh, PartitionSpec())
     leaves = [
@@ -278,11 +278,11 @@ def plain_gradient(
 def kernels_for(mesh: Mesh) -> Iterator[None]:
     """Enter a context in which attention of cuDNN and kernels of Pallas are traced and lowered for the GPUs of a mesh.
 
-    Functions with which JAX asks the local machine are replaced. On a mesh without GPUs, nothing is replaced.
+    The functions with which JAX asks the local machine are replaced. On a mesh without GPUs, nothing is replaced.
 
     - cuDNN attention asks for the version of cuDNN, and for the compute capability of the first local GPU.
-    - Pallas asks for the GPU of the context's mesh, or else of the first local device. Its function is called inside
-      `use_abstract_mesh`, which names the GPU of `mesh`. The program is traced outside, to keep the arrays' types.
+    - Pallas asks for the GPU of the context's mesh, or else of the first local device. Only the function that asks
+      runs inside `use_abstract_mesh` with the GPU of `mesh`: tracing the program there would change its arrays' types.
     """
     from jax._src.cudnn import fused_attention_stablehlo as attention
 

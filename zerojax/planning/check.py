@@ -70,7 +70,7 @@ class Check:
         activations: Bytes of all other arrays that the loss moves along the data axes, such as activations that are
             gathered, summed, exchanged or shifted.
         activations_formula: Bytes of activations that plain jit moves with replicated parameters.
-        update: Bytes that the compiler moves for the optimizer's update, without exchanges between owners of matrices.
+        update: Bytes that the compiler moves for the optimizer's update. Exchanges between owners are not included.
         flops: FLOPs of a device's matrix products, by the type of the operands.
         flops_formula: FLOPs of plain jit's matrix products, of all types.
         hidden: Share of the collectives' bytes that overlap with matrix products. None on CPU, where nothing overlaps.

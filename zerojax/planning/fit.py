@@ -195,7 +195,7 @@ class GradientCost:
     def saved(self, room: float, device: Device) -> tuple[int, float]:
         """Return how many bytes of `room` the blocks fill with saved values, and the seconds that these values spare.
 
-        The seconds are estimated from the FLOPs that the backward pass need not repeat for the saved values.
+        The seconds are those of the FLOPs that the backward pass then does not repeat.
         """
         blocks = self.blocks
         assert blocks is not None, "the loss recomputes"

@@ -134,7 +134,7 @@ class Planner:
         """Find the stage, loss, offload, precision and batch size that fit into memory at the least time per row.
 
         Candidates are estimated from each loss's gradient, compiled for one GPU and each number of rows. A candidate is
-        rejected if its estimate exceeds the memory by more than a quarter. Others are sorted by seconds per row.
+        rejected if its estimate exceeds the memory by more than a quarter. The rest are sorted by seconds per row.
         Times within 2% count as equal, and are sorted by preference: no offload, a low stage, the first precision, the
         first loss, a small batch. The steps are compiled in this order, and the first that fits is chosen.
 
@@ -237,9 +237,9 @@ def as_sequence(given: Any) -> Sequence[Any]:
 def largest_that_fits(peak: Callable[[int], float], usable: float, *, start: int) -> int:
     """Return the largest count whose peak is at most `usable`, or 0 if a count of 1 does not fit.
 
-    Guesses are rounded to five significant bits (`round_down`), because the compiler pads other counts, and their peaks
-    jump. At round counts, peaks are almost linear, so the next guess is where the line through the two peaks nearest to
-    `usable` reaches `usable`. The search ends at two neighbouring round counts of which only the smaller fits.
+    Only round counts are tried (`round_down`): the compiler pads all others, which makes their peaks jump. At round
+    counts, peaks are almost linear, so the next guess is where the line through the two peaks nearest to `usable`
+    reaches `usable`. The search ends at two neighbouring round counts of which only the smaller fits.
 
     `peak(count)` compiles for a count of at least 1, and returns the peak bytes. `start` is any first guess.
     """
