@@ -46,7 +46,7 @@ def shard_batches(
             `"process"`: the rows of this process's devices, in device order. All processes give equally many rows.
             None is allowed only if there is one process.
         remainder: What to do with a batch that has fewer rows than the first batch, as at the end of an epoch.
-            `"drop"` skips the batch if devices and microbatches do not divide it, with a warning. `"pad"` repeats its
+            `"drop"` warns, and skips the batch, if devices and microbatches do not divide it. `"pad"` repeats its
             last row, and makes every batch a pair `(batch, weight)` for a loss with `weighted=True`: the weight is 1.0
             for a row, and 0.0 for padding.
         accumulate: Microbatches per step.

@@ -298,7 +298,7 @@ def variable_in_words(path: Sequence) -> str:
 
 
 def passed_on(jaxpr: Any, args: Sequence) -> list:
-    """Return, for each result of `jaxpr`, the label of the argument that it equals, or None. `args` has the labels."""
+    """Return, for each result of `jaxpr`, the label in `args` of the argument that the result equals, or None."""
     consts = [None] * len(compat.constvars_of(jaxpr))
     return jaxprs.evaluate(jaxpr, consts, args, _passed_on_by, literal=lambda value: None)
 

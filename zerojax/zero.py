@@ -207,7 +207,7 @@ class ZeroTransformation(TreeTransformation):
             has_aux: As for `value_and_grad`. The combined aux is `metrics["aux"]`.
             weighted: As for `value_and_grad`. Invalid weights skip a step, and a later call raises an error.
             mutable: Whether the loss updates `state.mutable`. Each microbatch gets the state that the previous one
-                returned. In device view, float leaves are averaged over devices at the end, and others must be equal.
+                returned. In device view, float leaves are averaged over devices at the end. Other leaves must be equal.
                 In device view or with microbatches, pass PRNG keys in `*args`: keys in the state are not folded.
             skip_nonfinite: Whether a step whose gradient norm is not finite leaves the state unchanged, bit for bit.
                 Always on with a loss scale.

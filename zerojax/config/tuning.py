@@ -27,7 +27,7 @@ class Tuning:
 
     Attributes:
         shard_axis: The axes of `axis` over which the stage shards, such as `"gpu"`. Over the other axes, everything is
-            replicated (hybrid sharding, HSDP). A step needs as much memory per device as on one host, and sends
+            replicated (hybrid sharding, HSDP). A step needs as much memory per device as a run on one host, and sends
             fewer bytes between hosts. None: all axes of `axis`.
         params_axis: Stage 3: the axes of `axis` over which parameters are sharded and gathered, such as `"gpu"`, within
             a host. Gradients and optimizer state are sharded over all of `axis`. Parameters need more memory, and are

@@ -33,8 +33,8 @@ class Wire:
         block: Number of elements that share a scale. At least 2, and even.
         rounding: How gradients are rounded to integers: `"nearest"` or `"stochastic"`. The expected value of stochastic
             rounding is the exact number. Its pseudo-random bits are a hash of the number and its position.
-        over: The mesh axes whose collectives are quantised, such as `"host"`. None: all axes. A parameter that is
-            sharded over such an axis and over others is gathered over `over` first, and quantised over all of them.
+        over: The mesh axes whose collectives are quantised, such as `"host"`. None: all axes. If other axes also
+            shard a parameter, the quantised shards are gathered over `over` first, and then over the other axes.
         where: The parameters that are quantised: a function of `(path, leaf)`, where `leaf` is a `jax.ShapeDtypeStruct`
             of logical shape, or shell patterns such as `("*/kernel",)`. None: all except vectors and parameters with
             "embed" in their path. Shards of fewer than `8 * block` elements are never quantised.

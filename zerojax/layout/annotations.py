@@ -89,7 +89,7 @@ def axes_of_last_plan(config: Config, params: Any) -> Sequence[tuple]:
 
     The plan is needed in two cases. Inside the caller's `jax.jit`, the type of an array does not name Auto axes, but
     `shard` or `init` made a plan before the call. And if an axis of experts divides a stored array, the sharding does
-    not say whether the array holds experts, or whether the stage shards it over this axis, too.
+    not say why: either the array holds experts, or the stage shards the array over this axis.
     """
     leaves, treedef = jax.tree.flatten(params, is_leaf=is_padded)
     is_traced = any(isinstance(x.storage if is_padded(x) else x, jax.core.Tracer) for x in leaves)

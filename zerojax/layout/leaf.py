@@ -134,7 +134,7 @@ class Leaf:
         return replace_at(self.local_shape, self.dim, self.local_shape[self.dim] // self.further)
 
     def divided(self, axes: tuple[str, ...]) -> Leaf:
-        """Return the layout of one shard of this leaf, divided over those of `axes` that do not divide the leaf."""
+        """Return the layout of one shard of this leaf, divided over each of `axes` that does not divide it yet."""
         rest = tuple(axis for axis in axes if axis not in self.axes)
         return dataclasses.replace(self, shape=self.local_shape, axes=rest, shards=self.further, further=1)
 

@@ -41,7 +41,7 @@ class Layout(CachedHash):
         treedef: The structure of the logical parameters, without `Padded` nodes.
         params: How each parameter is stored.
         grads: How the reduced gradient and the optimizer state of each parameter are sharded, at stages that shard
-            them. `dtype` is the type of the master weights. A small leaf is `"flat"` here.
+            them. The `dtype` of each leaf is the type of the master weight. Small leaves are `"flat"`.
         compute: The type in which the loss function sees each parameter.
         trained: Indices of the parameters that are trained: neither frozen, nor overwritten, nor integers.
         overwritten: Indices of the parameters that take their gradient as their new value.
@@ -218,7 +218,7 @@ def shard_leaf(path: str, shape: tuple[int, ...], dtype, others: tuple, policy: 
 
 
 def check_experts_named(layout: Layout) -> None:
-    """Raise a ValueError if there are axes for experts but no parameter names one: experts would be gathered."""
+    """Raise a ValueError if there are axes for experts, but no parameter names one. All experts would be gathered."""
     data = layout.policy.data
     if data.experts and set(axes_of(*(leaf.others for leaf in layout.params))).isdisjoint(data.experts):
         raise ValueError(
@@ -236,7 +236,7 @@ def unquantised(wire: Wire, path: str, leaf: Leaf) -> str:
 
 
 def best_dim(shape: tuple[int, ...], free: list[int], shards: int) -> int:
-    """Return the dim that needs the least padding: of several, the longest, and of equally long ones, the first."""
+    """Return the dim that needs the least padding. Among equals, prefer the longest dim, and then the first."""
 
     def cost(dim):
         extent, _ = shard_extent(shape[dim], shards)

@@ -101,7 +101,7 @@ def lock_folder(path: Path) -> Lock:
 
 
 def in_use(folder: Path, holder: str) -> str:
-    """Return the message for a locked folder. `holder` is the ID of the process that locked it, if it is known."""
+    """Return the message for a locked folder. `holder` is the ID of the process with the lock, or empty."""
     if holder == str(os.getpid()):
         return (
             f"{folder} is in use by this process. First close a Checkpointer that uses it with close(), or a "

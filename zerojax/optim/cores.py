@@ -67,7 +67,7 @@ class CoreFinder:
                     self.makers.setdefault(next(iter(found)), {})[var] = e
 
     def find(self) -> tuple[dict[int, Core], dict[int, str]]:
-        """Return a `Core` by parameter and, for other updates with matrix products, a reason why there is no core."""
+        """Return each `Core` by parameter. For every other update that multiplies matrices, return why it has none."""
         cores, refused, all_eqns = {}, {}, self.traced.jaxpr.eqns
         for i, leaf in enumerate(self.grads):
             results = [self.traced.jaxpr.outvars[i], *(var for var, _ in self._state_of(i))]
@@ -128,7 +128,7 @@ class CoreFinder:
         return self._described(i, leaf, sorted(core), read)
 
     def _described(self, i: int, leaf: Leaf, core: list[int], read: list) -> Core | str:
-        """Return the equations `core`, which read the variables `read`, as a `Core`, or why owners cannot run them."""
+        """Make a `Core` of the equations `core`, which read the variables `read`, or say why owners cannot run it."""
         position, this, all_eqns = self.traced.positions, frozenset((i,)), self.traced.jaxpr.eqns
         arrays, small, shared, outs, small_outs, taken = [], [], [], [], [], set(core)
         for v in read:

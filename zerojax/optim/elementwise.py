@@ -77,7 +77,7 @@ def refused_leaves(logical: list[tuple[int | None, Known]], flat: list[tuple[int
 
 
 def read_update(tx, trained: Layout, state, param_of, changed: Mapping[int, tuple]) -> list[tuple[int | None, Known]]:
-    """Trace `tx.update` with `changed` shapes. Return, per output, the parameter it mirrors or None, and a `Known`."""
+    """Trace `tx.update` with `changed` shapes. For each output, return its parameter's index or None, and a `Known`."""
     parts, (leaves, tree) = trained.grads, jax.tree.flatten(state)
     seen = [jax.ShapeDtypeStruct(changed.get(i, part.shape), part.dtype) for i, part in enumerate(parts)]
     params = jax.tree.unflatten(trained.treedef, seen)

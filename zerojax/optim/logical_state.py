@@ -171,7 +171,7 @@ Layouts = tuple[Leaf, Leaf]  # of a master weight, and of its parameter
 
 
 def split_masters(plan: ShardingPlan, opt_state: PyTree) -> tuple[PyTree, dict[int, tuple[Leaf, Any]]]:
-    """Return the wrapped transformation's state, and the layout and array of master weights by parameter index."""
+    """Return the wrapped transformation's state and, by parameter index, each master weight's layout and array."""
     if not isinstance(opt_state, MasterState):
         return opt_state, {}
     arrays, others = (jax.tree.leaves(tree, is_leaf=is_chunked) for tree in (opt_state.master, opt_state.inner))
@@ -184,9 +184,9 @@ def current_masters(
 ) -> dict[int, tuple[Leaf, Any]]:
     """Return the layout and array of the current master weights, by parameter index.
 
-    With `compare`, wait for the devices to find out which parameters a program changed. The master weights of these
-    become new arrays on the devices. All other master weights keep their arrays, even offloaded ones. Without
-    `compare`, do not wait, and return new arrays on the devices for all master weights. Shapes are returned as given.
+    With `compare`, wait for the devices to find out which parameters a program changed. Return new arrays on devices
+    for these parameters, and the stored arrays, even offloaded ones, for all others. Without `compare`, do not wait,
+    and return new arrays for all master weights. If any leaf is a shape, return the leaves of `opt_state` unchanged.
     """
     _, masters = split_masters(plan, opt_state)
     leaves = leaves_of(params)

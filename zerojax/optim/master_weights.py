@@ -64,7 +64,7 @@ def with_master_weights(
 
 
 def current_weight(master: Array, param: Array, stored: Any) -> Array:
-    """Return the master weight where the parameter is a copy of it, and the parameter elsewhere.
+    """Return, for each element, the master weight if the parameter is a copy of it, and otherwise the parameter.
 
     `param` has the type of `master`. In a training step, its values are exact in the type `stored`. In a hand-written
     loop, they need not be rounded to this type.
@@ -80,7 +80,7 @@ def is_copy(master: Array, param: Array, stored: Any) -> Bool[Array, "*shape"]:
     counts as changed.
 
     XLA may compute an update twice, once for the master weight and once for the parameter, and round a product in only
-    one of them. Where the master weight is nearly halfway between two numbers of type `stored`, either is accepted.
+    one of the two. If the master weight is nearly halfway between two numbers of type `stored`, both are accepted.
     """
     bits = lambda x: lax.bitcast_convert_type(x.astype(stored), jnp.dtype(f"uint{jnp.finfo(stored).bits}"))
     # Only the mantissa is rounded here. `reduce_precision` flushes the subnormal numbers of a smaller exponent to zero.

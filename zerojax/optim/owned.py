@@ -3,8 +3,8 @@
 With owners, cores with equal programs are stacked, and one owner (one or a few devices) computes each core. Without
 owners, the compiler divides every product of a core among all devices. Each product then needs an all-reduce, and every
 device repeats the products that cannot be divided, such as the square of a Gram matrix. The times of both ways are
-estimated from the traced program, and the faster way is chosen. By the rules of `zerojax.dims`, `Costs.follow` finds
-the index of the sharded dim in every variable, and counts the FLOPs of divided products and of repeated ones.
+estimated from the traced program, and the faster way is chosen. `Costs.follow` finds the index of the
+sharded dim in every variable by the rules of `zerojax.dims`, and counts the FLOPs of divided and of repeated products.
 
 References:
     Liu et al. 2025, arXiv 2502.16982, section 2.3: Muon that gathers each matrix on one of the devices.
@@ -211,7 +211,7 @@ def _without_chains(traced: TracedUpdate, found: OwnedUpdate) -> OwnedUpdate:
 
 
 class LostError(Exception):
-    """The index of the sharded dim is unknown, because an equation mixes this dim with other dims, or has no rule."""
+    """The index of the sharded dim is unknown, because an equation mixes it with other dims, or no rule is known."""
 
 
 @dataclasses.dataclass
@@ -243,7 +243,7 @@ class Costs:
         self.sums += 1
 
     def follow(self, jaxpr: Any, dims: Sequence[int | None]) -> list[int | None]:
-        """Return the index of the dim in each result of a jaxpr, given its index in each argument.
+        """Return the index of the sharded dim in each result of a jaxpr, given its index in each argument.
 
         The index is None for a value without the dim. Raise a `LostError` if an index cannot be found.
         """
@@ -285,7 +285,7 @@ class Costs:
         return outs[: loop.carry] + [None if d is None else d + 1 for d in outs[loop.carry :]]
 
     def _while(self, eqn: Any, dims: list[int | None]) -> list[int | None]:
-        """Follow the dim through a while loop, as `_loop` does. Its length is unknown, so count one iteration."""
+        """Follow the dim through a while loop, like `_loop`. Count one iteration, because their number is unknown."""
         first, consts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
         carry = dims[first + consts :]
         self._inside(compat.opened(eqn.params["cond_jaxpr"])[0], [*dims[:first], *carry])

@@ -109,7 +109,7 @@ class PlannedUpdate:
 
     @functools.cached_property
     def units(self) -> dict[int, Unit]:
-        """Map each offloaded leaf of the state to its unit. At least `Offload.fraction` of all bytes are offloaded."""
+        """Map each offloaded state leaf to its `Unit`. At least `Offload.fraction` of the bytes are offloaded."""
         if self.flat.config.offload is None:
             return {}
         units, sizes = self._candidates, collections.Counter[Unit]()
@@ -227,7 +227,7 @@ class PlannedUpdate:
         return Partition(first, shared_shapes, found, traced.consts)
 
     def _group(self, outs: Sequence[int], shared: dict[Any, int]) -> UpdateGroup:
-        """Return the group of the results `outs`. Add shared values that the group reads to `shared`, with indices.
+        """Return the group of the results `outs`. Add the shared values that they need, with indices, to `shared`.
 
         A group gets gradients, parameters, constants and its offloaded state. All other inputs are shared values.
         """
@@ -345,7 +345,7 @@ def may_chunk(equations: Equations, units: dict[int, Unit], i: int) -> bool:
 
 
 def dependencies(jaxpr: Any, known: dict[Any, frozenset], without: Collection = ()) -> dict[Any, frozenset]:
-    """Map each variable to the union of the sets of all `known` variables behind it. Ignore variables in `without`."""
+    """Map each variable to the union of the `known` sets of the variables it depends on. Skip those in `without`."""
     known = dict(known)
     for eqn in jaxpr.eqns:
         if found := union(known, eqn.invars):

@@ -151,7 +151,7 @@ class ModelFiles(StateFiles):
 
 
 def on_disk(config: Config, layout: Layout, types: Sequence[Leaf] = ()) -> dict[int, OnDisk]:
-    """Return an `OnDisk` for each sharded parameter, by index. If given, the leaves `types` have the types to store."""
+    """Return an `OnDisk` for each sharded parameter, by index. If `types` are given, use the types of these leaves."""
     assert config.offload is not None
     found = {}
     chunkings = row_chunkings_of(layout.grads, config.offload.chunk_bytes)

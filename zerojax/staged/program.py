@@ -148,13 +148,13 @@ class Stage:
         return roots | dict(zip(self.operands, operands, strict=True))
 
     def _gathers(self, env: dict, params: Sequence[ShardedParam]) -> GatherScheduler:
-        """Return a scheduler of this segment's gathers. An empty second entry stands for all later segments."""
+        """Return a scheduler of this segment's gathers. The second use, without parameters, stands for later ones."""
         computes = [self._segment.computes, False]
         return GatherScheduler(env, self._options, [params, []], computes, [0, 1], self._arguments, {})
 
 
 def _plain(param: ShardedParam, by_row: bool) -> ShardedParam:
-    """Return a parameter without its path, and without the slices of a row on disk: equal segments differ in these."""
+    """Return a parameter without its path and without a disk row's slices, in which equal segments may differ."""
     leaf = dataclasses.replace(param.leaf, path="", reason="")
     stored, slices = (leaf, ()) if by_row else (param.stored, param.slices)
     stored = dataclasses.replace(stored, dtype=param.stored.dtype, path="", reason="")
@@ -245,7 +245,7 @@ class StagedProgram:
         return found | dict.fromkeys(jaxprs.variables_in(self.program.outs), len(self.items))
 
     def _weights(self) -> set:
-        """Return variables that are computed from parameters alone. Skip segments in which other results are `live`."""
+        """Return variables computed from parameters alone. Skip a segment if one of its other results is `live`."""
         weights = {v for v in self.program.invars if (rows := self.program.rows.get(v)) is not None and not rows.places}
         for segment in self.program.segments:
             if isinstance(segment, BlockSegment) and not segment.has_rule:

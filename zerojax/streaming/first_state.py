@@ -1,7 +1,6 @@
 """Make an optimizer's first state, group by group if it is offloaded, so the device never holds all state.
 
-`adopt_state` places the state of an optimizer that ran without zerojax, as a plan requires. It is the inverse of
-`unshard`.
+`adopt_state`, the inverse of `unshard`, places the state of an optimizer that ran without zerojax, as a plan says.
 """
 
 from __future__ import annotations

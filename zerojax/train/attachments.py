@@ -76,7 +76,7 @@ def limit_of(timeout: float | None, mesh: Mesh) -> float | None:
 
 
 class Guard:
-    """Compares the calls of a step with new shapes over processes, and announces every call to the other processes.
+    """Compares calls with new shapes over processes, and announces every call of a step to the other processes.
 
     Without a guard, if one process hangs, dies, or calls something else, the other processes would wait forever in
     their next collective.

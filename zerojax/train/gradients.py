@@ -76,8 +76,8 @@ def combined(
     """Combine the results of all microbatches and devices.
 
     Arrays have storage shape in global view, and local shape in device view. `returned` has the values that the loss
-    returned in each microbatch, stacked along dim 0. `microbatch_gradients` describes `mean_weight`, which is None if
-    there are several microbatches, and `values`.
+    returned in each microbatch, stacked along dim 0. `microbatch_gradients` describes `mean_weight` and `values`. With
+    several microbatches, `mean_weight` is None.
     """
     comm, aux, rows = view.comm, returned.aux, None
     mean, weight, factor, weights_valid = mean_loss(view, returned.total, returned.weight, mean_weight, scale)
@@ -163,7 +163,7 @@ def gathered_passes(view: View, given: LossInputs) -> tuple[Returned, Callable]:
     whole = {*overwritten, *(i for i in comm.experts(leaves) if leaves[i].kind != "sharded")}
 
     def in_form(i: int, grad: Array | None) -> Array:
-        """Return the gradient of parameter `i` as `gathered_passes` promises, or zeros if the loss does not use `i`."""
+        """Return the gradient of parameter `i` in the result's layout, or zeros if the loss does not use `i`."""
         x, leaf = stored[i], leaves[i]
         if i in whole:
             summed = jnp.zeros(x.shape, x.dtype) if grad is None else grad

@@ -30,7 +30,7 @@ MAX_NAMED = 5
 def update_scaling(
     scaling: ScalingState, precision: Precision | None, *, finite: Bool[Array, " trained"], weights_valid: Array
 ) -> ScalingState:
-    """Return the `ScalingState` after a step with these `finite` gradients. Invalid weights keep the scale."""
+    """Return the `ScalingState` after a step with these `finite` gradients. Invalid weights do not change the scale."""
     ok = finite.all() & weights_valid
     judged = dataclasses.replace(
         scaling,

@@ -36,7 +36,7 @@ def raise_unusable_state(state: Any, mutable: bool) -> None:
 
 
 def placed_again(config: Config, state: ZeroState) -> ZeroState:
-    """Move a state back to the mesh, after the caller moved all arrays or `state.step` to NumPy or to another device.
+    """Move a state back to the mesh, after the caller moved all arrays or only `state.step` to NumPy or other devices.
 
     Raises:
         ValueError: If the leaves are shapes, or an earlier step donated them. Also if the caller moved a state with

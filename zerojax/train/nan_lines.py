@@ -42,7 +42,7 @@ def origins(fn: Callable, **given: Any) -> tuple[Origin, ...]:
     """Find where `fn` computes its first NaN, and its first inf if the inf comes before the NaN.
 
     The function is traced, and then run on the default device one equation at a time. Call this only if a result is not
-    finite. Otherwise it would also report an inf that is intended, as in a mask.
+    finite: for a finite result, `origins` would report an inf that is intended, as in a mask.
     """
     for name, tree in given.items():
         for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]:

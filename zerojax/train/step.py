@@ -55,7 +55,7 @@ def guard_of(program: StepProgram, executor: Executor) -> Guard | None:
 
 
 def ready_state(config: Config, state: ZeroState) -> ZeroState:
-    """Return `state` on the mesh, without an array that occurs in two leaves, because a step donates every leaf.
+    """Return `state` on the mesh. Copy an array that occurs in two leaves, because a step donates every leaf.
 
     To find out whether the state is on the mesh, only `state.step` is checked. Checking every leaf would take time.
 
