@@ -140,6 +140,7 @@ GRADIENTS = {
     "lookup without known rows": (lambda g: jnp.zeros((5, 3)).at[HALF[: len(g)]].add(g), [(8, 3)], (None,)),
     "sum": (lambda g: g.sum(1), [(3, 8)], (1,)),
     "sum without known rows": (lambda g: g.sum((0, 1)), [(8, 3)], (None,)),
+    "one piece after psum": (mapped(lambda y: jax.lax.split(y, (3,))[0]), ROWS, (0, 0)),
     "linear after psum": (mapped(lambda y: (3 * -y.T / 2).astype(jnp.bfloat16)), ROWS, (0, 0)),
 }
 COMPLETE = {

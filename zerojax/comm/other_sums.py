@@ -129,7 +129,8 @@ def _applied(chain: Sequence, x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
             # With `check_vma`, a primitive refuses a constant, which is equal on all workers, with `x`, which is not.
             operands = [lax.pcast(v.val, axes, to="varying") if compat.is_literal(v) else x for v in eqn.invars]
             with names.at(eqn), eqn.ctx.manager:
-                x = eqn.primitive.bind(*operands, **eqn.params)
+                found = eqn.primitive.bind(*operands, **eqn.params)
+            x = found[0] if eqn.primitive.multiple_results else found
     return x
 
 
