@@ -54,7 +54,7 @@ _SUMS_OVER_TREES = {
 
 
 def is_sum_over_tree() -> bool:
-    """Return whether the `Padded` that calls this function is made by a known function that sums over a tree.
+    """Return whether a known function that sums over a tree makes the `Padded` array that calls this function.
 
     `jax.tree.map` makes a `Padded` around the result of the mapped function. A scalar result may be a sum, which zeros
     in the padding do not change, as in `optax.chain(optax.clip_by_global_norm(1.0), zero_shard(...))`. It may also be a

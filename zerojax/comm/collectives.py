@@ -41,7 +41,7 @@ class Collectives(ManualCollectives):
     """Collectives outside of any `shard_map`. A shard is a global array in storage shape.
 
     The class inherits from the collectives of one device, because its methods run outside of a `shard_map`, and call
-    the base class's methods inside of it. A gradient has one of these shapes:
+    the base class's methods inside of one. A gradient has one of these shapes:
 
     - `(*logical)`: the compiler has summed it;
     - `(workers, *logical)`: one partial sum per worker, divided on dim 0 (`partial_sums`);

@@ -7,7 +7,7 @@ changes its type, and runs no operation if the sharding stays the same.
 
 `mapped` is a `jax.shard_map` that `checkify` does not look into. `checkify` carries its error through every equation,
 with one entry per device after one `shard_map`, and one per pair of devices after the next `shard_map`. A step has
-dozens, so the error would take terabytes. Automatic checks need not look inside, because the results show any NaN.
+dozens of these, so the error would take terabytes. Automatic checks need not look inside: the results show any NaN.
 """
 
 from __future__ import annotations
@@ -199,8 +199,8 @@ def on_auto_mesh(
     """Call `fn(*args)` on the Auto mesh, and return the results on the caller's mesh.
 
     If `mesh` is None, the mesh is that of the first argument that has one. `shardings(results)` returns shardings or
-    specs, as a tree or a tree prefix. They are needed only for traced results, whose types do not say how Auto axes
-    divide the results, unless the results are wrapped in `Typed`.
+    specs, as a tree or a tree prefix. Only traced results that are not wrapped in `Typed` need them, because the types
+    of these results do not say how Auto axes divide them.
     """
     mesh = mesh or next((m for x in jax.tree.leaves(args) if isinstance(m := mesh_of(x), Mesh)), None)
     if mesh is None:
@@ -212,9 +212,9 @@ def on_auto_mesh(
 
 @contextlib.contextmanager
 def auto_context(mesh: Mesh | None = None) -> Iterator[None]:
-    """Enter a context whose mesh is `mesh`, or no mesh, without Explicit axes. Traced code must pass `mesh`.
+    """Enter a context without Explicit axes: that of `mesh`, or a context without a mesh. Also a decorator.
 
-    Another library may have set a mesh (`jax.set_mesh`), and a `shard_map` over any other one fails. Also a decorator.
+    Pass `mesh` if the code is traced or has a `shard_map`: another library may have set another mesh (`jax.set_mesh`).
     """
     context = jax.sharding.get_abstract_mesh()
     other = mesh is not None and not context.manual_axes and context.shape_tuple not in ((), mesh.shape_tuple)

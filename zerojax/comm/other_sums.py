@@ -1,7 +1,7 @@
 """Find sums over rows that are not matrix products, and sums over the workers in a user's `jax.shard_map`.
 
-A parameter that every worker has in full enters the user's `shard_map` undivided. JAX then ends the computation of its
-gradient in the transposed `shard_map` with a `psum` over the data axes, which gives every worker the whole sum.
+A parameter that every worker has in full enters the user's `shard_map` undivided. In the transposed `shard_map`, JAX
+then computes the parameter's gradient with a `psum` over the data axes, which gives every worker the whole sum.
 `unreduced` leaves this `psum` out, so that partial sums remain.
 """
 

@@ -35,7 +35,7 @@ EXCHANGE = "zerojax_all_to_all["  # in the name of each operation that sends mat
 class Owners:
     """The owners that the devices of some mesh axes form.
 
-    There is one owner per position along `axes`. The owner's devices lie along `within`, after `axes` in the mesh.
+    There is one owner per index along `axes`. Its devices lie along the mesh axes `within`, which come after `axes`.
     """
 
     mesh: Mesh
@@ -72,10 +72,10 @@ class Owners:
     ) -> tuple[list[Array], list[Array]]:
         """Apply a function to each item of a stack. Each owner computes its own items.
 
-        `fn(*arrays, *small, *shared)` computes one item, in logical shapes, and returns `[*outs, *small_outs]`. Here,
-        an entry of `arrays` is a list of stacks in storage shape, which are joined to one stack. Arrays in `small` have
-        one entry per item, and arrays in `shared` are the same for all items. `leaves` and `outs` have the layouts of
-        one item. Return `(outs, small_outs)` as stacks. `outs` are sharded, and `small_outs` replicated.
+        `fn(*arrays, *small, *shared)` computes one item, in logical shapes, and returns `[*outs, *small_outs]`. In the
+        argument `arrays`, an entry is a list of stacks in storage shape, which are joined to one stack. Arrays in
+        `small` have one entry per item, and arrays in `shared` are the same for all items. `leaves` and `outs` have the
+        layouts of one item. Return `(outs, small_outs)` as stacks. `outs` are sharded, and `small_outs` replicated.
         """
         items = sum(x.shape[0] for x in arrays[0])
         slots = -(-items // self.count)
@@ -125,8 +125,8 @@ class Owners:
     def _exchange(self, rows: list[Array], *, back: bool) -> list[Array]:
         """Send entry i of each array `(owners, slots, ...)` to owner i, with one all-to-all per element type.
 
-        If an owner has several devices, each device must get neighbouring slices of a matrix. An all-to-all over `axes`
-        alone takes slices from devices that are `each` positions apart. So slices are first permuted among all devices.
+        If an owner has several devices (`each`), a device must get neighbouring slices of a matrix. But an all-to-all
+        over `axes` takes slices from devices that are `each` positions apart. So all devices first permute the slices.
         `back` undoes the exchange and the permutation.
         """
         shapes = [x.shape if back else (self.count, -1, *x.shape[1:]) for x in rows]

@@ -81,7 +81,7 @@ def is_of_all(mesh: Mesh) -> bool:
 
 @functools.cache
 def rank() -> tuple[int, int]:
-    """Return this process's index and the number of processes, cached for the exit, when JAX has no backend."""
+    """Return this process's index and the number of processes. The cache serves the exit, when JAX has no backend."""
     return jax.process_index(), jax.process_count()
 
 
@@ -111,7 +111,7 @@ class Events:
             raise
 
     def begin(self, name: str, *, watched: bool = False) -> Call:
-        """Count a call, if the same thread made the first call. Calls of other threads, in no fixed order, get -1."""
+        """Count a call by the thread that made the first call. Calls by other threads, in no fixed order, get -1."""
         if self._thread is None:
             self._thread = threading.get_ident()
             self._start()
@@ -123,7 +123,7 @@ class Events:
         return call
 
     def limit(self, call: Call, seconds: float | None, *, ends: bool) -> None:
-        """Print a message, and end the process if `ends`, if a call does not end `seconds` after the previous call."""
+        """Print a message if a call has not ended `seconds` after the previous one. If `ends`, also end the process."""
         if seconds is None:
             return
         call.limit, call.ends = seconds, ends
@@ -217,7 +217,7 @@ class Events:
             leave(1, say(difference))
 
     def _at_exit(self) -> None:
-        """End together with the other processes, or alone if one is dead, for which JAX's shutdown would wait."""
+        """End together with the other processes. If one is dead, end alone: JAX's shutdown would wait for it."""
         error = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
         try:
             if coordination_client() is not None:
@@ -275,7 +275,7 @@ def failures() -> dict[int, dict[str, Any]]:
 def give_notice(status: int, text: str, *, leaves: bool = False) -> None:
     """Tell the other processes that this process ends, and why. A `status` of 0 means that there was no error.
 
-    `leaves` says that this process ends at once, so that the others must not wait for it in JAX's shutdown.
+    `leaves` says that this process ends at once. The other processes must then not wait for it in JAX's shutdown.
     """
     notice = json.dumps({"status": status, "text": text, "leaves": leaves})
     coordination_client().key_value_set(f"{NOTICE}/{rank()[0]}", notice, True)
@@ -324,7 +324,7 @@ EVENTS = Events()  # one per process, like the client of the coordination servic
 
 
 class Processes:
-    """The processes of the run, of which this one is `index`.
+    """The processes of the run. This process has the number `index`.
 
     An exception of type `error` is raised if a process does not answer in `timeout` seconds, or `agree` gets a failure.
     """

@@ -28,13 +28,13 @@ INTEGER_LIMITS = {"int4": 7, "int8": 127}
 
 @dataclasses.dataclass(frozen=True)
 class Codec:
-    """Encode blocks of elements. A scale per block maps the block's largest magnitude to the largest of the format.
+    """Encode blocks of elements. A block's scale maps its largest magnitude to the largest number of the format.
 
     The error of an element has these bounds, where `max` is the largest magnitude in the element's block:
 
     - int8: `max / 254`; int4: `max / 14`. With stochastic rounding, the bound is twice as large.
-    - float8: 1/16 (e4m3fn) or 1/8 (e5m2) of the element, or, if that is larger, of the format's smallest normal number,
-      multiplied by the scale.
+    - float8: 1/16 (e4m3fn) or 1/8 (e5m2) of the element. For an element below `tiny * scale`, the bound is this part of
+      `tiny * scale`, where `tiny` is the format's smallest normal number.
 
     Zeros stay zeros. A block with an infinity or NaN is decoded to values that are not finite.
     """
@@ -71,8 +71,8 @@ class Codec:
     ) -> list[Shaped[Array, "shards elements"]]:
         """Gather one bucket, and return the stack of each leaf's shards, in the order of `axes`.
 
-        Each device sends its encoded shard over the axes in `over` first, and then what it received over the other
-        axes. So one encoded shard per device crosses the slow links that `over` names.
+        Each device sends its encoded shard over the axes in `over` first, and then sends the received shards over the
+        other axes. So one encoded shard per device crosses the slow links that `over` names.
         """
         plain = tuple(axis for axis in axes if axis not in self.over)
         payload = lax.all_gather(jnp.concatenate([self.encode(shard.ravel()) for shard in shards]), self.over)

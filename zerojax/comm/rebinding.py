@@ -10,7 +10,7 @@ from zerojax import compat
 
 
 def with_inner_jaxprs(eqn, new: dict[int, Any]) -> Any:
-    """Replace each open jaxpr in the parameters of `eqn` by `new[id(jaxpr)]`, if given; None for a `HiPrim`."""
+    """Replace each open jaxpr in the parameters of `eqn` by `new[id(jaxpr)]`, if given. Return None for a `HiPrim`."""
     if "_prim" in eqn.params:
         return None
 

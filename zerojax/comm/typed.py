@@ -4,7 +4,7 @@ A loss is traced once on the caller's mesh, where the type of every array says h
 removed from the jaxpr of this trace, which is then evaluated on the same devices with Auto axes. Two kinds of results
 get a sharding constraint: those whose equation names their sharding, and those whose type divides rows, if no operand
 has this type. A loss that names no sharding gets no constraint, so its program is that of a trace on Auto axes. A value
-that depends on parameters alone gets none either, because `zerojax.gather` would not recognise it.
+that depends on parameters alone gets no constraint either: with one, `zerojax.gather` would not recognise the value.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ _SHARDINGS = ("out_sharding", "sharding")
 class TypedLoss:
     """A loss that may be written for Explicit axes. `loss` is a `Loss`, or an object with the same `call` method.
 
-    The type of the batch has the sharding of `batch_spec`. The type of a parameter has its sharding over axes that are
-    not data axes. If the trace fails, for example at a lookup that does not say how its result is sharded, the loss is
-    called on Auto axes.
+    The type of the batch has the sharding of `batch_spec`. The type of a parameter has the parameter's sharding over
+    axes that are not data axes. If the trace fails, for example at a lookup that does not say how its result is
+    sharded, the loss is called on Auto axes.
     """
 
     config: Config
@@ -50,7 +50,7 @@ class TypedLoss:
     loss: Any
 
     def call(self, params: PyTree, mutable: PyTree, batch: PyTree, args: tuple) -> Any:
-        """Call the loss on arguments whose types name shardings. Wrap each result whose type names one in `Typed`."""
+        """Call the loss on arguments whose types name shardings. Wrap in `Typed` each result whose type names one."""
         given, mesh = (params, mutable, batch, without_types(args)), typed_mesh(self.config.user_mesh)
         if not mesh.explicit_axes:  # the caller's mesh has no Explicit axes, or device view made them Manual
             return self.loss.call(*given)
@@ -332,7 +332,7 @@ def _with_manual(mesh: AbstractMesh, manual: Sequence[str]) -> AbstractMesh:
 
 
 def _differentiable(values: Sequence) -> list:
-    """Replace types that have no tangents, and tangents or cotangents of such types, by None (no leaf of a tree)."""
+    """Replace types without tangents by None (no leaf of a tree). Also accepts tangents or cotangents of the types."""
     return [x if jnp.issubdtype(x.dtype, jnp.inexact) else None for x in values]
 
 

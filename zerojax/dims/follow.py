@@ -135,7 +135,7 @@ def _known(variables: Sequence, row_dims: Sequence[RowDims]) -> Mapping[Any, Any
 
 
 def _noted(atoms: Sequence, row_dims: Sequence[RowDims], context: Context) -> list[RowDims]:
-    """Add to the row dims of index arrays the dims along which indices are 0, 1, 2, ...; see `indexing.noted`."""
+    """Record in each index array's row dims along which dims its indices are 0, 1, 2, ...; see `indexing.noted`."""
     if not any(is_index(atom) for atom in atoms):
         return list(row_dims)
     from zerojax.dims import indexing

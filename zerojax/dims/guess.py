@@ -140,7 +140,7 @@ def kernel_rule(eqn: Any, row_dims: Sequence[RowDims], context: Context) -> list
 
 
 def declared_rule(eqn: Any, row_dims: Sequence[RowDims], context: Context) -> list[RowDims]:
-    """Return the dim that `zerojax.rows` declares. If the workers do not divide it, return the operand's row dims."""
+    """Return the dim that `zerojax.rows` declares. If the workers cannot divide it, return the operand's row dims."""
     place = Place(eqn.params["dim"])
     return [on_dim(place.dim) if fits(place, eqn.outvars[0].aval.shape, context.count) else row_dims[0]]
 
@@ -172,7 +172,7 @@ def partitioning_rule(eqn: Any, row_dims: Sequence[RowDims], context: Context) -
 def shard_map_rule(eqn: Any, row_dims: Sequence[RowDims], context: Context) -> list[RowDims]:
     """Find the rows in the results of a `shard_map`: they are on the dims that `out_specs` divides over the data axes.
 
-    If no data axis divides a result, the answer is unknown: the result may be a sum over workers, or equal on all.
+    Return UNKNOWN for a result that no data axis divides: it may be a sum over workers, or equal on all workers.
     """
     specs = eqn.params["out_specs"]
     if all(rows is not None and not rows.places for rows in row_dims):

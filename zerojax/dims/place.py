@@ -156,7 +156,7 @@ def renumbered(rows: RowDims, to: Sequence[int | None], added: Iterable[int] = (
 def reshaped(rows: RowDims, old: Sequence[int], new: Sequence[int], count: int) -> RowDims:
     """Return the row dims of a value after a reshape from `old` to `new`, which may merge or split dims.
 
-    If the reshape splits the followed dim, its place is the first part if `count` divides the part, else the last part.
+    If the reshape splits the followed dim, the first part becomes the place, or the last if `count` divides only that.
     """
     if rows is None:
         return UNKNOWN

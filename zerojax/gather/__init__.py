@@ -47,11 +47,11 @@ Values that are computed on a shard, or on one layer of a stack:
     shardwise       computes quantised weights on shards, and differentiates them
     narrow          finds quantised weights, and moves their computation to the start of the loss
     unread          lets functions with a custom derivative take a quantised value instead of the whole parameter
-    per_layer       moves a change of a whole stack of layers into the loop that gathers them one by one
+    per_layer       moves an operation on a whole stack of layers into the loop, which gathers one layer at a time
 
-Work that is shared. `engine.gather_groups` decides which blocks share a gather. `clusters` makes uses of one parameter
-neighbours, so that these uses can share a gather. `schedule._gather` gathers parameters with equal keys once. A weight
-that two blocks of different groups use is gathered for each of the groups. The files:
+Work that is shared. `engine.gather_groups` decides which blocks share a gather. `clusters` moves uses of one parameter
+next to each other, so that these uses can share a gather. `schedule._gather` gathers parameters with equal keys once. A
+weight that two blocks of different groups use is gathered for each of the groups. The files:
     clusters        finds equations that share a gather with another use of their parameter
     merged          merges equations that compute the same value
     equal           lets equal segments share their passes, and keeps the names of each

@@ -16,7 +16,7 @@ from zerojax.gather.segments import is_plain
 
 
 def only_scales(eqns: Sequence, eqn: Any, is_known: Callable[[Any], bool], final: Collection) -> bool:
-    """Return whether the results of `eqn`, which reads parameters alone, only change weights element by element.
+    """Return whether the results of `eqn`, which reads parameters alone, are used only to scale or mask weights.
 
     `eqns` are the equations after `eqn`. `is_known` says whether a variable is computed from parameters alone. `final`
     has the results of the loss.
@@ -62,7 +62,7 @@ def reads_together(jaxpr: Any, params: Collection) -> Any:
     """Move an equation up to an earlier one that reads the same parameters, so that both share a gather.
 
     For example, two calls of a network on two views of a batch are then computed side by side, layer by layer. An
-    equation moves only if no other equation that reads `params`, the sharded parameters, must run before it. The values
+    equation moves only if no other equation that reads `params`, the sharded parameters, must run before it. Values
     that are computed early must not take more bytes than the values that are in memory at the earlier equation: its
     parameters, its operands, and values to be read later.
     """

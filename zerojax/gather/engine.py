@@ -38,10 +38,10 @@ def trace_loss(
 
     `leaves` has the layouts of the parameters, and `full` their arrays or shapes. `of_rows` has the indices of `args`
     whose dim 0 holds the rows of the batch. In global view, `comm.follower` finds which dims of other values hold rows.
-    `Collectives` divides a gradient, a sum over these dims, into one partial sum per worker (`comm.partial_sums`).
-    Partial sums over other dims have the same total, so a wrong dim costs time and not correctness. `differing` has the
-    indices of `args` that may differ between devices, as the batch does in device view. If `differing` is None,
-    parameters are neither reduced nor quantised on shards. Scans over the parameters `by_row` (indices) are unrolled.
+    A gradient is a sum over these dims, and `Collectives` divides the sum into one partial sum per worker. Partial sums
+    over other dims have the same total, so a wrong dim costs time and not correctness. `differing` has the indices of
+    `args` that may differ between devices, as the batch does in device view. If `differing` is None, parameters are
+    neither reduced nor quantised on shards. Scans over the parameters with indices `by_row` are unrolled.
 
     Returns:
         The program, the arrays among `args`, the arrays that the loss closes over, and the structure of the loss's
@@ -164,7 +164,7 @@ def _ends(program: Program) -> list[list]:
 def _tied(
     results: Sequence, indices: Sequence[int], residuals: Any, chosen: Callable[[jax.Array], bool]
 ) -> tuple[list, Any]:
-    """Return `(results, residuals)` after one barrier for results at `indices` and residuals that `chosen` selects."""
+    """Return all results and residuals. Results at `indices`, and residuals that `chosen` selects, pass one barrier."""
     results, (leaves, tree) = list(results), jax.tree.flatten(residuals)
     places = [i for i, x in enumerate(leaves) if chosen(x)]
     waited, (arrays,) = barrier([results[i] for i in indices], [leaves[i] for i in places])

@@ -52,7 +52,7 @@ def _with_scopes_apart(equal: Sequence) -> tuple[Any, list[tuple]]:
 
 
 def _with_inner_apart(same: Sequence) -> tuple[Any, list[tuple]]:
-    """Call `_with_scopes_apart` on the jaxprs inside of equal equations. Return one for all, and the scopes of each."""
+    """Call `_with_scopes_apart` on the jaxprs inside equal equations. Return one equation, and the scopes of each."""
     unchanged = same[0], [()] * len(same)
     inner = [compat.inner_jaxprs(eqn) for eqn in same]
     if all(a is b for others in inner[1:] for a, b in zip(inner[0], others, strict=True)):

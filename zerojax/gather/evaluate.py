@@ -5,7 +5,7 @@ which each use computes the parameter's gradient. Segments and scans call `evalu
 
 A model may keep float32 parameters and compute in bfloat16. It then casts each parameter somewhere in a layer, often
 inside the layer's remat. Casting the shard before the gather halves the bytes. A `Cast` is a gathered value that has
-already been cast. The equation of the cast returns the value as it is, and other computations get a widened value.
+already been cast. The equation of the cast returns the value as it is. For any other equation, the value is cast back.
 
 JAX computes the gradient of `w` in `x @ w` as a product, and transposes the product to the order of `w`. If a
 reduce-scatter follows, the compiler may fold the transpose into the product, whose kernel is then slower, or copy the

@@ -1,8 +1,8 @@
 """Merge equations of a loss that compute the same value. The planner calls `merged` before it divides the loss.
 
-A loss that calls its model twice on the same input has each equation twice. One of the calls may be differentiated
-inside of the loss, or stop other gradients. XLA would merge equal equations, but it cannot do so after the engine has
-put different barriers around the gathers of the two uses.
+A loss that calls its model twice on the same input has each equation twice. The calls may differ in their derivatives:
+one may be inside of a `jax.grad`, or stop a gradient. XLA would merge equal equations, but it cannot do so after the
+engine has put different barriers around the gathers of the two uses.
 """
 
 import itertools

@@ -1,11 +1,11 @@
-"""Find the quantised and straight-through weights of a loss, so that each device computes its part before the gather.
+"""Find the quantised and straight-through weights of a loss, so that devices compute parts of them before the gather.
 
 A quantised weight is computed element by element from parameters and from values that are alike on all devices, such as
 a maximum of the weight. `hoisted` moves the computation out of remats, calls of `zerojax.block` and loops to the start
-of the loss, as a `shardwise` equation (see `shardwise`). Devices then gather a narrow value, from which a `widen`
-equation computes the weight where it is used. Of all values that determine the weight without the parameters, the one
-with the narrowest type is gathered. A straight-through weight `w + stop_gradient(quantised(w) - w)` has no such value,
-so the weight itself is gathered.
+of the loss, as a `shardwise` equation (see `shardwise`). Devices then gather a narrow value. Where the loss uses the
+weight, a `widen` equation computes it from this value. If the weight can be computed from several values, without the
+parameters, devices gather the one with the narrowest type. A straight-through weight
+`w + stop_gradient(quantised(w) - w)` has no such value, so devices gather the weight itself.
 """
 
 import dataclasses
@@ -174,7 +174,7 @@ def _scan(loop: Any, run: Any, read: Sequence[int], given: Sequence, by_row: Seq
 
 
 def _batched(request: Request, batched: Sequence[bool], eqn: Any) -> Request:
-    """Convert the request of a loop body to one for all iterations. Each iteration reads rows of `batched` operands."""
+    """Convert a loop body's request to one for all iterations. Each of them reads one row of a `batched` operand."""
     axes = [0 if on else None for on in batched]
     loop = compat.loop_of(eqn)
     assert loop is not None
@@ -191,9 +191,9 @@ def _batched(request: Request, batched: Sequence[bool], eqn: Any) -> Request:
 def chosen_values(jaxpr: Any, dims: Mapping) -> list:
     """Return what to compute on shards: the `shardwise` equations of `jaxpr`, and a tuple of variables per weight.
 
-    A tuple has a quantised weight, and then the small values without derivative that depend on the same parameters. The
-    weight is the last value in `dims` (the values that shards can compute) from which all uses of these parameters can
-    be computed.
+    A tuple begins with a quantised weight: the last value that shards can compute (`dims`), and from which all uses of
+    the weight's parameters can be computed. The other variables in the tuple are small values without derivative that
+    depend on the same parameters.
     """
     chosen: list = [eqn for eqn in jaxpr.eqns if eqn.primitive is shardwise_p]
     made, done = jaxprs.makers(jaxpr.eqns), {v for eqn in chosen for v in eqn.outvars}
@@ -216,7 +216,7 @@ def chosen_values(jaxpr: Any, dims: Mapping) -> list:
 
 
 def _is_quantised(weight: Any, made: Mapping) -> bool:
-    """Return whether a weight is quantised by more than casts, which the rule "on the shard" applies to the shard."""
+    """Return whether a weight is quantised by more than casts. The rule "on the shard" is enough for casts."""
     eqns = [made[v] for v in _cone(weight, made) if v in made]
     if all(eqn.primitive.name == "convert_element_type" for eqn in eqns):
         return False

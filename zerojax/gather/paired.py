@@ -54,7 +54,7 @@ def _partners(jaxpr: Any, is_weight: Callable[[Any], bool]) -> dict[int, Any]:
     """Map the first equation of each pair, by its `id`, to the second.
 
     Both equations are batched products, which read the same cotangent. One of them has a result that is larger than
-    each operand. The operands of the second are known when the first is computed.
+    each of its operands. The operands of the second are known when the first is computed.
     """
     made = {var: i for i, eqn in enumerate(jaxpr.eqns) for var in eqn.outvars}
     found, taken = dict[int, Any](), set[int]()

@@ -31,7 +31,7 @@ UNKNOWN = -1  # the dim of a value that cannot be computed on parts
 
 
 class FlatDim(NamedTuple):
-    """The divided dim of a flattened array. Its shape was `(outer, length, rest)` before, with dim 1 divided."""
+    """The divided dim of a flat array. The array's shape was `(outer, length, rest)` before, with dim 1 divided."""
 
     outer: int
     length: int

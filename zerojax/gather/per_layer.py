@@ -108,7 +108,7 @@ class Layers:
         return eqns, [*stacks, *rows], [v for v in others if v not in rows]
 
     def changed(self, scanned: Sequence) -> list:
-        """Return those of one loop's stacks `scanned` whose layers should be computed by the iterations."""
+        """Return the stacks whose layers the iterations of a loop should compute, from the loop's stacks `scanned`."""
         values = [v for v in scanned if v not in self.stacks and self.dims.get(v) == 0]
         found = [v for v in values if self._is_changed(v)]
         # If an iteration reads a layer anyway, it also casts or transposes the layer, instead of gathering the result.
@@ -116,14 +116,14 @@ class Layers:
         return [v for v in values if v in found or not read.isdisjoint(self.cone([v], ())[1])]
 
     def _is_changed(self, var: Any) -> bool:
-        """Return whether `var` changes a sharded stack, or is much larger than its stacks (as a low-rank product)."""
+        """Return whether `var` changes a sharded stack, or is much larger than the stacks it is computed from."""
         eqns, stacks, _ = self.cone([var], ())
         if self.params.isdisjoint(stacks):
             return 2 * sum(v.aval.size for v in stacks) <= var.aval.size
         return any(eqn.primitive.name not in _KEPT for eqn in eqns)
 
     def run(self, eqn: Any, loop: compat.LoopEqn, changed: Sequence, values: Sequence, known: Mapping) -> list:
-        """Run a loop whose iterations compute their layers of the stacks `changed`. `known` has variables' values."""
+        """Run a loop whose iterations compute layers of the stacks `changed`. `known` maps variables to values."""
         first, operands = loop.consts + loop.carry, stacks_of(eqn, loop)
         kept = [v for v in operands if v not in changed]
         eqns, stacks, others = self.cone(changed, kept)

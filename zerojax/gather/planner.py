@@ -102,7 +102,7 @@ Rewritten = tuple[Any, Sequence] | None
 
 @dataclasses.dataclass(frozen=True)
 class Inlined:
-    """A loss between two passes. `leaves`, `alike` and `by_row` are those of `planned`."""
+    """A loss between two optional passes. `leaves`, `alike` and `by_row` are those of `planned`."""
 
     jaxpr: Any  # without constants
     consts: Sequence  # the values of the jaxpr's last arguments, which were constants
@@ -243,7 +243,7 @@ def complete_drafts(jaxpr, decisions: Decisions) -> tuple[Segment, ...]:
 
 
 def _with_repeated(draft: Draft, params: Mapping, repeated: Mapping, order: Mapping) -> tuple[list, list, list]:
-    """Return a draft's `(equations, parameters, other inputs)`. The equations include those that it repeats."""
+    """Return a draft's `(equations, parameters, other inputs)`. The equations include the repeated ones."""
     given = [v for eqn in draft.eqns for v in jaxprs.variables_in(eqn.invars)] + list(draft.gathers)
     behind = lambda var: jaxprs.variables_in(repeated[var].invars) if var in repeated else ()
     found = jaxprs.reached([v for v in given if v not in draft.reads], behind)

@@ -104,7 +104,7 @@ class Analysis:
         return Chain(again, reads, is_link=is_link and dim is not None)
 
     def _dim(self, eqn: Any, behind: Collection) -> parts.Dim:
-        """Return the dim in which devices divide the result of `eqn`, None if they combine results, or `UNKNOWN`.
+        """Return the dim in which devices divide the result of `eqn`, None if all get the whole result, or `UNKNOWN`.
 
         `behind` are the variables from which the result is computed.
         """

@@ -103,7 +103,7 @@ class Decisions:
     # A predicate returns the last argument of its action, or None or False if the rule does not match.
 
     def keep_together(self, site: Site, _) -> None:
-        """Put all equations between the refs into one segment, in their order."""
+        """Put all equations from the first `jax.new_ref` to the last use of a ref into one segment, in their order."""
         if site.index == self.between_refs.start:
             self.drafts.append(Draft(BlockSegment, []))
         self.drafts[-1].eqns.append(site.eqn)
@@ -178,11 +178,11 @@ class Decisions:
         return is_repeatable(site.eqn, of_params)
 
     def scales(self, site: Site) -> bool:
-        """Return whether an equation reads parameters alone and is a norm that only scales a weight."""
+        """Return whether an equation reads parameters alone, and its result, such as a norm, only scales weights."""
         return self.is_of_params_alone(site) and self._only_scales(site.eqn, site)
 
     def _is_of_params(self, var: Any, size: int) -> bool:
-        """Return whether a variable depends on parameters alone, or is an alike value, either an argument or small."""
+        """Return whether `var` depends on parameters alone, or is alike on all devices and an argument or small."""
         is_free = var in self._given or 8 * var.aval.size <= size
         return var in self.params or var in self.repeated or (is_free and var in self.alike)
 

@@ -60,7 +60,7 @@ class StepState:
 class Backward:
     """One scan segment's backward pass.
 
-    `cotangents` maps the index of an active result of the body to its cotangent when the loop starts: that of the last
+    `cotangents` maps the index of an active result of the body to a cotangent of the loop's results: that of the last
     carry, or a stack with one cotangent per iteration. `later` has the indices of the others whose cotangents may stay
     partial sums.
     """

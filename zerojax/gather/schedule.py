@@ -95,8 +95,8 @@ class GatherScheduler:
         groups start, too. A loop that gathers layers starts those only in its last iteration.
 
         `beside` maps variables to values, for a segment on an independent branch, which does not depend on the previous
-        segment that gathered. The gathers, but not the segment, then also wait for one variable of the `frontier`, and
-        replace its value in `beside`. In the first block of a pass, the frontier is empty, so `beside` has no effect.
+        segment that gathered. The gathers (not the segment) then also wait for one variable of the `frontier`, and its
+        value in `beside` is replaced. In the first block of a pass, the frontier is empty, so `beside` has no effect.
         """
         due, last = [], self.groups[self.position] + (self.options.prefetch if ahead else 0)
         for use in range(self._next, bisect.bisect_right(self.groups, last)):

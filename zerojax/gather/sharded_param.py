@@ -139,7 +139,7 @@ def root_param(var, leaf: Leaf) -> ShardedParam:
 
 
 def carried_by(params: Sequence[ShardedParam]) -> dict[int, np.dtype]:
-    """Map the index of each parameter whose cotangent does not have the gathered type to the cotangent's type."""
+    """Map a parameter's index to the type of its cotangent, for each parameter that is gathered in another type."""
     return {i: p.cotangent_dtype for i, p in enumerate(params) if p.cotangent_dtype != p.leaf.dtype}
 
 

@@ -62,7 +62,7 @@ def _of_widen(*_: Any, tail: Any, dtype: Any) -> Any:
 def evaluate_widen(eqn: Any, z: jax.Array, others: Sequence) -> list:
     """Evaluate a `widen` equation: compute the weight from its gathered quantised value `z`.
 
-    `z` has the type that was gathered. If `z` has to get a cotangent, it has the floating type before quantisation.
+    `z` has the type that was gathered. But if `z` needs a cotangent, `z` has the floating type before quantisation.
     """
     tail, consts = compat.opened(eqn.params["tail"])
     (value,) = jaxprs.run(tail, consts, z.astype(eqn.params["dtype"]), *others)
@@ -71,7 +71,7 @@ def evaluate_widen(eqn: Any, z: jax.Array, others: Sequence) -> list:
 
 @jax.custom_jvp
 def _differentiated_once(x: Any) -> Any:
-    """Return `x`. Raise an error if JAX differentiates this, as only a second derivative of the loss does."""
+    """Return `x`. Raise an error if JAX differentiates this function, as only a second derivative of the loss does."""
     return x
 
 
@@ -178,8 +178,8 @@ class Shardwise:
     def _results(self) -> list[tuple[Any, Leaf | None, bool]]:
         """Return, for each result of `_derivative`, `(operand, layout of the operand, whether the result is linear)`.
 
-        A linear result depends on the cotangent. The other results are new values of overwritten parameters (the scales
-        of Flax's FP8 layers), or zeros.
+        A linear result depends on the cotangent. The other results are zeros, or new values for parameters that have no
+        gradient, such as the scales of Flax's FP8 layers.
         """
         jaxpr, _ = compat.opened(self._derivative)
         moved = jaxprs.dependent_on([jaxpr.invars[-1]], jaxpr.eqns)

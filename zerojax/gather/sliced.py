@@ -1,4 +1,4 @@
-"""Slice, transpose or reshape the shard of a parameter before the gather. Loaded for losses that do so.
+"""Slice, transpose or reshape the shard of a parameter before the gather. Loaded only for losses with such operations.
 
 A slice that keeps the sharded dim whole is applied to the shard, so that a gather moves one layer and not a stack.
 """

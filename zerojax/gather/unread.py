@@ -2,10 +2,10 @@
 
 Quantised products are functions with a custom derivative. In Flax's direct FP8 layers, a product takes both the kernel
 and a float8 copy of the kernel. The product reads only the copy, and takes the kernel to give the kernel a cotangent.
-The call that quantises the kernel also returns a scale, which does not depend on the kernel. But every result of a call
-needs all its operands, so a reader of the scale needs the kernel. In qwix, the product quantises the kernel itself. All
-these calls would need the whole kernel on every device. `spared` evaluates them without the kernel: equations that
-`narrow` can move to the shards compute the quantised value first, and the product takes this value.
+The call that quantises the kernel also returns a scale, which does not depend on the kernel. But a call computes all
+its results from all its operands, so a reader of the scale needs the kernel. In qwix, the product quantises the kernel
+itself. All these calls would need the whole kernel on every device. `spared` evaluates them without the kernel:
+equations that `narrow` can move to the shards compute the quantised value first, and the product takes this value.
 """
 
 import functools

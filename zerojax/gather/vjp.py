@@ -119,10 +119,10 @@ class Passes:
     ) -> tuple[list, list]:
         """Run the backward pass, and return the cotangents of the active parameters and of the active others.
 
-        The cotangents of parameters may be partial sums, which `comm` reduces later. Values that are not in `needed` or
-        `needed_others` may be None. Arrays of zeros, such as the array that a lookup's gradient is added to, are made
-        from `zero`, so that XLA cannot allocate these arrays before it computes `zero`. `paired` says whether both
-        cotangents of a product of activations are computed next to each other (`paired.py`).
+        The cotangents of parameters may be partial sums, which `comm` reduces later. An entry of `params` or `others`
+        may be None if `needed` or `needed_others` does not have its index. Arrays of zeros, such as the array that a
+        lookup's gradient is added to, are made from `zero`, so that XLA cannot allocate these arrays before it computes
+        `zero`. `paired` says whether both cotangents of a product of activations are computed together (`paired`).
         """
         self._check_types(cotangents)
         pools = {"param": params, "other": others, "saved": saved}
@@ -143,7 +143,7 @@ class Passes:
         return results[:count], results[count:]
 
     def _backward(self, values: Sequence, *, paired: bool) -> Any:
-        """Return JAX's backward function as a closed jaxpr of `values`, the residuals and the cotangents."""
+        """Return JAX's backward function as a closed jaxpr, which takes `values`: residuals and then cotangents."""
         size = len(self.sources)
 
         def pull(values):
@@ -181,8 +181,8 @@ def traced_passes(
 ) -> Passes:
     """Trace `function(params, others)`, which returns a list of arrays, and its derivative.
 
-    `params` has the gathered parameters, or their shapes. `trained` and `active` say which parameters and others get
-    cotangents, and `wanted` has the indices of the results to differentiate (None: all). If a parameter's gathered type
+    `params` has the gathered parameters, or their shapes. `trained` says which parameters get cotangents, and `active`
+    which others. `wanted` has the indices of the results to differentiate (None: all). If a parameter's gathered type
     has no useful cotangents (int8, float8), `carried` maps its index to the wider type in which it is differentiated.
     """
     active_params = tuple(i for i, on in enumerate(trained) if on and (i in carried or differentiable(params[i].dtype)))

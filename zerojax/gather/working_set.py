@@ -99,7 +99,7 @@ def _of_segment(program: Program, segment: Segment) -> Iterator[Whole]:
 
 
 def _scanned(reader: Segment, early: Sequence) -> int:
-    """Return the length of the loop if it scans over all values `early`, or 1 if one is a constant of the loop."""
+    """Return the length of the loop `reader` if it scans over all values `early`, or 1 if one of them is a constant."""
     (eqn,) = reader.jaxpr.eqns
     loop = compat.loop_of(eqn)
     assert loop is not None
