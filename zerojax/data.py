@@ -42,7 +42,7 @@ def shard_batches(
             batch is copied, so the loader may write the next one into the same memory.
         tx: The result of `zero_shard`.
         prefetch: How many batches are placed in advance, after the batch that is returned.
-        rows: Which rows each batch of this process's loader has. `"global"`: all rows, the same on every process.
+        rows: Which rows this process's loader returns in each batch. `"global"`: all rows, the same on every process.
             `"process"`: the rows of this process's devices, in device order. All processes give equally many rows.
             None is allowed only if there is one process.
         remainder: What to do with a batch that has fewer rows than the first batch, as at the end of an epoch.

@@ -75,7 +75,7 @@ def zero_shard(
         expert_axis: The axes in `axis` over which experts stay divided, such as `"expert"`. If the sharding or Flax
             metadata of a parameter names such an axis, no stage gathers the parameter, or sums its gradient, over this
             axis. Over other axes it is sharded as usual. The loss uses such parameters in a `jax.shard_map`.
-        overwrite: Which parameters take their gradient as their new value, in the form of `trainable`. This option
+        overwrite: Which parameters take their gradient as their new value. It has the form of `trainable`, and
             overrides `trainable`. A parameter whose path, or NNX class, has the name of Flax's collection
             `_overwrite_with_gradient` is always overwritten. The new value is the elementwise maximum over microbatches
             and, in device view, over devices. These parameters are replicated, keep their type, and do not count in

@@ -265,7 +265,7 @@ def replaced(node: Chunked, x: Shaped[Array, "*storage"]) -> Chunked:
 
 
 def kept(node: Chunked) -> Chunked:
-    """Return a copy of an offloaded leaf. A leaf on disk is not copied: its files go over to the new state."""
+    """Return a copy of an offloaded leaf. A leaf on disk is not copied: the new state takes over its files."""
     if node.leaf_files is None:
         return replaced(node, joined(node))
     return dataclasses.replace(node, chunks=(node.leaf_files.keep(*node.chunks),))

@@ -54,7 +54,7 @@ DECOMPOSITION_FLOPS: Mapping[str, float] = {
 class OwnedUpdate(NamedTuple):
     """The cores of an update that owners compute.
 
-    `left` maps every other parameter whose update multiplies matrices to the reason why owners do not update it.
+    For every other parameter whose update multiplies matrices, `left` has the reason why owners do not update it.
     """
 
     owned: tuple[OwnedCores, ...] = ()
@@ -145,7 +145,7 @@ def _is_stack(core: Core, traced: TracedUpdate) -> bool:
 def _choose(config: Config, whole: OwnedCores) -> tuple[OwnedCores, str]:
     """Choose how many cores owners compute, and with how many devices per owner, so that the update is fastest.
 
-    Return these cores, which are the first ones of `whole` or none of them, and why the other cores have no owners.
+    Return the chosen first cores of `whole`, perhaps none, and the reason why the other cores have no owners.
     """
     first, counts, shards = whole.cores[0], whole.counts, whole.leaf.shards
     sizes = [leaf.bytes for leaves in layouts_of_item(first, whole.size) for leaf in leaves]

@@ -30,7 +30,7 @@ class Annotated:
     """The state of an optimizer, with facts about the parameters that `update` cannot see.
 
     Under `jax.jit`, `update` cannot see which Auto axes, other than the data axes, divide a parameter. Flax's
-    `nnx.Optimizer` passes arrays without their variables, whose class marks overwritten parameters.
+    `nnx.Optimizer` passes arrays without their variables, whose class says which parameters are overwritten.
     """
 
     state: PyTree  # the state, in the structure of the wrapped transformation

@@ -76,7 +76,7 @@ class ShardingPlan(CachedHash):
         return {k: chunking for k, chunking in enumerate(self.chunkings) if chunking is not None}
 
     def along_others(self, sizes: Mapping[str, int]) -> ShardingPlan:
-        """Return the plan of one slice of the mesh, which has only the data axes. `sizes` has the size of each axis."""
+        """Return the plan of a slice of the mesh that has only the data axes. `sizes` has the size of each axis."""
         pick = lambda leaves: tuple(leaf.along_others(sizes) for leaf in leaves)
         layout, trained = (
             dataclasses.replace(x, params=pick(x.params), grads=pick(x.grads)) for x in (self.layout, self.trained)
@@ -147,7 +147,7 @@ def plan_of_layout(config: Config, layout: Layout) -> ShardingPlan:
 
 
 def multiplies_matrices(update: FlatUpdate) -> bool:
-    """Return whether an update may multiply sharded matrices, which owners may compute.
+    """Return whether an update may multiply sharded matrices, so that owners may compute the products.
 
     Also return True if the update cannot be traced, because it needs arguments that a step does not give.
     """

@@ -1,7 +1,7 @@
 """Place parameters, and convert trees of parameters between the caller's form and lists of stored arrays.
 
 A tree in logical form has arrays of logical shape. A tree in storage form has a `Padded` node for each array that is
-padded. Public functions return trees in the form of their arguments, so that `jax.tree.map` can combine both.
+padded. Public functions return trees in the form of their arguments, so that `jax.tree.map` can combine them.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def logical_array(x: Any) -> Shaped[Array, "*logical"]:
 
 
 def return_to_host(config: Config, moved: Mapping[int, Array], leaves: Sequence[Leaf]) -> dict[int, Array]:
-    """Return the new parameters `moved`, by index. Copy those that are kept in host memory to the host."""
+    """Return the new parameters `moved`, by index. Copy a parameter to the host if it is kept there."""
     return {i: jax.device_put(x, leaf_sharding(config, leaves[i])) if leaves[i].host else x for i, x in moved.items()}
 
 

@@ -3,8 +3,8 @@
 An update may need scalars of whole gradients, such as norms. To compute these without reading a gradient twice,
 the part of the update that does not depend on offloaded state is traced as one list of equations. A *cut* is an
 equation that reduces one gradient on disk to a scalar. Only elementwise equations may come between the gradient and the
-cut. They and the cut are evaluated per chunk, before the chunk is written, and later equations read only the scalar. A
-gradient that any other equation reads, such as the norm of clipped gradients, is read as a whole array.
+cut. They and the cut are evaluated per chunk, before the chunk is written, and later equations read only the scalar. If
+any other equation reads a gradient, as for the norm of clipped gradients, the gradient is read as a whole array.
 """
 
 from __future__ import annotations

@@ -304,7 +304,7 @@ class StagedProgram:
 
 
 def scanned_inside(jaxpr: Any, variables: Collection) -> set:
-    """Return those of `variables` over which a scan runs, in `jaxpr` or in a jaxpr inside its equations."""
+    """Return the `variables` that a scan in `jaxpr`, or in a jaxpr inside its equations, scans over."""
     found: set = set()
     for eqn in jaxpr.eqns:
         if (loop := compat.loop_of(eqn)) is not None:

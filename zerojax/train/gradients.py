@@ -108,10 +108,10 @@ def microbatch_gradients(view: View, given: LossInputs, scale: Array):
         - `returned`: the values that the loss returned.
         - `grads`: the gradients. Their sum over the devices is `scale` times the gradient of the sum of the losses.
           For a weighted loss, their sum is `scale / mean_weight` times the gradient of the sum of the totals.
-        - `mean_weight`: the mean of the devices' weights, or 1 if it is not positive; None if the loss has no weights.
+        - `mean_weight`: the mean of the devices' weights, or 1 if the mean is not positive. None without weights.
           Cotangents are divided by `mean_weight`, because gradients of a large total may overflow narrow types. The
           exact divisor, the sum of all weights, is known only after the last microbatch.
-        - `values`: the new value of each overwritten parameter.
+        - `values`: the new value of each overwritten parameter, which the loss computes as its gradient.
     """
     if view.gathers_on_use:
         returned, pull = gathered_passes(view, given)

@@ -33,7 +33,7 @@ def combine(view: View, aux: PyTree, weights: Array, total: Array | int) -> tupl
     equal on every device. Each tree has None for the leaves of the other tree.
 
     Raises:
-        TypeError: If an unmarked leaf is not a float scalar, unless the loss is called only once.
+        TypeError: If a leaf without a marker is not a float scalar, unless the loss is called only once.
     """
     comm = view.comm
     if view.is_one_loss:

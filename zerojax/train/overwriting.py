@@ -43,7 +43,7 @@ class Dependence(enum.IntEnum):
 
 
 def without_scale(view: View, values: list, given: LossInputs, cotangent: Array) -> list:
-    """Divide the new values of overwritten parameters that are linear in the loss's cotangent by this cotangent.
+    """Divide new values of overwritten parameters by the loss's cotangent, if they are linear in this cotangent.
 
     To find out which values are linear, the loss is traced once more, on shapes.
     """

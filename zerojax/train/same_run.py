@@ -127,7 +127,7 @@ def comparable(value: Any) -> Any:
 
 
 def require_same_values(config: Config, topic: str, **trees: Any) -> None:
-    """Compare the arrays and shards of which several processes hold copies. `Processes.exchange` describes `topic`."""
+    """Compare arrays and shards over the processes that have copies of them. `Processes.exchange` describes `topic`."""
     if is_of_all(config.mesh) and not compat.is_tracing():
         require_same(topic, checksums(trees), partial=True)
 

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 
 class StagedStep:
-    """The executor of a step whose parameters are on disk. Python runs its programs while it reads and writes files."""
+    """The executor of a step with parameters on disk. Its programs run while Python reads and writes files."""
 
     def __init__(self, program: StepProgram):
         self.program, options = program, program.options

@@ -72,7 +72,7 @@ if TYPE_CHECKING:
 class NewValue:
     """An update that replaces its parameter. `parameter + NewValue(value)` is `value`, in logical shape.
 
-    `optax.apply_updates` adds an update to its parameter. The update of an overwritten parameter cannot be a
+    `optax.apply_updates` adds an update to its parameter. The update of a parameter in `overwrite=` cannot be a
     difference, because in float32 `parameter + (value - parameter)` does not always equal `value`.
     """
 
