@@ -82,7 +82,7 @@ def constvars_of(jaxpr) -> Sequence:
 
 
 def users_frames(traceback) -> Iterator[Any]:
-    """Yield the frames of the user's code in JAX's record of a stack, the innermost first."""
+    """Yield the frames of the user's code in a traceback that JAX has recorded, the innermost first."""
     return (frame for frame in (traceback.frames if traceback else ()) if is_users(frame.file_name))
 
 

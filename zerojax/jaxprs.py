@@ -219,7 +219,7 @@ def dependent_on(
 
 
 def roots_of(variables: Collection, jaxpr: Any) -> dict:
-    """Map each value that depends on some of `variables`, and on no other input, to the set of these variables."""
+    """Map each value that depends on `variables`, and on no other input, to the set of those that it depends on."""
     roots, free = {var: {var} for var in variables}, set()
     for eqn in jaxpr.eqns:
         reads = variables_in(eqn.invars)

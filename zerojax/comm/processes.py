@@ -199,7 +199,7 @@ class Events:
         ]
 
     def _heed(self, failed: dict[int, dict[str, Any]]) -> None:
-        """Print which processes failed. End this process if its call hangs and another process failed or differs."""
+        """Print which processes failed. End this process if its call hangs because of another process."""
         index, count = rank()
         for other in sorted(failed.keys() - self._said):
             self._said.add(other)

@@ -109,7 +109,7 @@ def _rewritten(jaxpr: Any, given: Mapping) -> tuple[Any, list[Request]]:
 
 
 def _inside(eqn: Any, values: Sequence, dims: Mapping) -> Sequence | None:
-    """Evaluate a remat, layer or loop with the weights that its body requests. Return None without requests."""
+    """Evaluate a remat, layer or loop with the weights that its body requests. Return None if it requests none."""
     loop, is_remat = compat.loop_of(eqn), compat.is_remat(eqn)
     is_block = compat.called(eqn) is not None
     of_params = any(dims.get(v) is not None for v in jaxprs.variables_in(eqn.invars))

@@ -108,7 +108,7 @@ class Layers:
         return eqns, [*stacks, *rows], [v for v in others if v not in rows]
 
     def changed(self, scanned: Sequence) -> list:
-        """Return the stacks whose layers the iterations of a loop should compute, from the loop's stacks `scanned`."""
+        """Return those of the loop's stacks `scanned` whose layers the iterations should compute."""
         values = [v for v in scanned if v not in self.stacks and self.dims.get(v) == 0]
         found = [v for v in values if self._is_changed(v)]
         # If an iteration reads a layer anyway, it also casts or transposes the layer, instead of gathering the result.

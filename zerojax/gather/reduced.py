@@ -129,7 +129,7 @@ class ReducedSegment(Segment):
     """Reductions of parameters that are computed on shards. `params` is empty, because nothing is gathered.
 
     Attributes:
-        shards: The parameters. In the jaxpr, they come before the others.
+        shards: The parameters. They are the first arguments of the jaxpr, before `others`.
     """
 
     shards: tuple[ShardedParam, ...] = ()

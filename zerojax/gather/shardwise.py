@@ -95,8 +95,8 @@ class Shardwise:
     def of(cls, eqn: Any, layouts: Mapping[Any, Leaf]) -> "Shardwise | None":
         """Return `eqn` with the layout of its first result, or None if devices cannot compute it on their shards.
 
-        Devices can compute the result on shards if the derivative can be computed on parts, too, and if all parameters
-        are in device memory, are divided in dims of the same size over the same axes, and have gradients that are not
+        Devices can compute the result on shards if the derivative can be computed on parts, too. All parameters must
+        be in device memory, be divided in dims of the same size over the same axes, and have gradients that are not
         sharded further. `layouts` has the layouts of the program's sharded parameters.
         """
         leaves = tuple(layouts.get(v) for v in eqn.invars)

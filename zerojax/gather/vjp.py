@@ -9,8 +9,8 @@ residuals, and `_classified` sorts the residuals by the values that they depend 
 
 param     a gathered parameter. It is not stored, but gathered again.
 other     another input of the segment. It is not stored twice.
-derived   a value that depends on gathered parameters alone. It is not stored, but computed again from them. So is the
-          combination of a parameter and a value that is smaller or stored anyway, such as a mask or a gain per unit.
+derived   a value that depends on gathered parameters alone. It is not stored, but computed again from them. A parameter
+          combined with a smaller or stored value, such as a mask or a gain per unit, is derived, too.
 saved     everything else: activations. They are stored, as JAX would store them.
 """
 
