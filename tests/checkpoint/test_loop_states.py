@@ -142,6 +142,12 @@ def test_a_train_state_and_a_zero_state_have_the_same_names(tmp_path):
     assert_equal(logical(restore_params(tmp_path / "b", made.params)), logical(restored.params))
 
 
+def test_a_top_leaf_named_step_is_the_step(tmp_path):
+    tx = transformation(3, 8)
+    tree = {"step": jnp.int32(4), **tree_of(tx)}
+    assert saved(tmp_path, tree, tx=tx).latest() == 4
+
+
 def test_trees_whose_layout_is_not_known_are_refused(tmp_path):
     tx, other = transformation(3, 8), transformation(3, 8)
     params, theirs = tx.shard(PARAMS), other.shard({"x": jnp.ones((7, 3))})

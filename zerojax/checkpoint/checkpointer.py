@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from zerojax.checkpoint import directory as folders
-from zerojax.checkpoint.best import BestFn, best_step, check_metrics
+from zerojax.checkpoint.best import BestFn, best_and_unread, check_metrics, copied_metrics
 from zerojax.checkpoint.data_state import encode
 from zerojax.checkpoint.errors import CheckpointError, attempt
 from zerojax.checkpoint.loop_state import as_state
@@ -69,6 +69,7 @@ class Checkpointer:
             read_only: Allow only restoring and verifying. Another run may write to the directory meanwhile.
             best_fn: Returns the score of a checkpoint from the metrics that were saved with it, such as
                 `lambda metrics: metrics["loss"]`. The checkpoint with the best score is kept in addition to the newest.
+                `save` also calls it with 0.5 for each metric, to find names that are missing.
             best_mode: Whether the smallest (`"min"`) or the largest (`"max"`) score is best. NaN is never best.
             tx: The transformation of a hand-written loop. A `ZeroState`, or a `TrainState` with it, does not need it.
 
@@ -141,8 +142,8 @@ class Checkpointer:
                 optimizer state, such as `(params, opt_state)`. Other leaves are arrays, which are saved as they are.
             data: Small data to save with the state: a pytree of plain values, arrays, and objects with `get_state`
                 and `set_state`, such as grain's iterators. Each process writes a JSON file with its data.
-            step: The number of the step. The default, `int(state.step)`, waits until the step is computed. To avoid
-                this wait, pass the step count of the training loop, which a tree without `step` needs.
+            step: The number of the step. The default, `state.step` or `state["step"]`, waits until the step is
+                computed. To avoid this wait, pass the step count of the loop, which a tree without `step` needs.
             metrics: Numbers by name, for `best_fn`. This call does not wait until devices have computed them.
             force: Save even if the step is not a multiple of `every`.
 
@@ -154,7 +155,7 @@ class Checkpointer:
             CheckpointError: If this save cannot begin, or if the previous save failed. The message gives the reason
                 and the newest checkpoint. The state is unchanged.
             TypeError: If a leaf of `state` is not an array, `data` cannot be written, `step` is not an integer, or a
-                metric is not a number.
+                metric is not a real number.
             ValueError: If `step` is negative or differs between processes, if `state` was donated to a step, or if
                 `state` does not have exactly one optimizer state of `tx`.
         """
@@ -163,29 +164,33 @@ class Checkpointer:
         if metrics is not None:
             check_metrics(metrics, self._best_fn)
         self._require_writable()
-        step = folders.step_number(getattr(state, "step", None) if step is None else step)
+        if step is None:
+            step = state.get("step") if isinstance(state, Mapping) else getattr(state, "step", None)
+        step = folders.step_number(step)
         with self._mutex:
             last = self._last_save
             if (step % self.every and not force) or (last is not None and last.step == step and last.error is None):
                 return False
+            metrics = None if metrics is None else copied_metrics(metrics)
             zero_state, _ = as_state(state, self._tx)
             self.wait()
             text = json.dumps(encode(data))
             self._require_same("save", step=step)
-            prune = lambda: folders.prune(self.directory, self.keep, self._best())
+            prune = lambda: folders.prune(self.directory, self.keep, self._spared)
             save = Save(self.directory, step, prune=prune, metrics=metrics, processes=self._processes)
             on_auto_mesh(None, save.begin, zero_state, text)
             self._last_save = save
             return True
 
-    def _best(self) -> int | None:
-        return None if self._best_fn is None else best_step(self.directory, self._best_fn, self._best_mode)
+    def _spared(self) -> list[int | None]:
+        """Return the best step, followed by steps that may be better. All are kept, however old they are."""
+        return [] if self._best_fn is None else best_and_unread(self.directory, self._best_fn, self._best_mode)
 
     def best(self) -> int | None:
         """Wait for the save under way, and return the step whose metrics are best, or None if there are no metrics.
 
         Raises:
-            CheckpointError: If the save failed, or `best_fn` raised an error.
+            CheckpointError: If the save failed, `best_fn` raised an error, or no checkpoint has the metrics it reads.
             ValueError: If this object was made without `best_fn`.
         """
         if self._best_fn is None:
@@ -193,7 +198,7 @@ class Checkpointer:
         with self._mutex:
             self.wait()
             found: list[int | None] = [None]
-            failure = attempt(lambda: found.append(self._best())) if self._processes.is_first else ""
+            failure = attempt(lambda: found.append(self._spared()[0])) if self._processes.is_first else ""
             return json.loads(self._processes.agree("find the best checkpoint", failure, json.dumps(found[-1])))
 
     def restore(

@@ -16,7 +16,7 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -140,18 +140,19 @@ def rename_later_steps(directory: Path, step: int) -> None:
             log.warning("%s: the run went back to before it and saved step %d.", free, step)
 
 
-def prune(directory: Path, keep: int | None, best: int | None = None) -> None:
+def prune(directory: Path, keep: int | None, spared: Callable[[], Collection[int | None]] = tuple) -> None:
     """Remove all but the newest `keep` checkpoints and the newest `keep` folders named `.aside`; None keeps all.
 
-    The checkpoint of step `best` stays, too.
+    The steps that `spared` returns stay, too. It reads manifests, so it is called only if a step could be removed.
     A folder is renamed before it is removed, so that a killed run leaves no incomplete checkpoint. A folder without a
     manifest stays, because another program may use the same names.
     """
     if keep is None:
         return
     asides = sorted(name for name in os.listdir(directory) if ASIDE.fullmatch(name))
-    old = [step for step in steps_in(directory)[:-keep] if step != best]
-    for name in [*map(step_name, old), *asides[:-keep]]:
+    old = steps_in(directory)[:-keep]
+    removed = sorted({*old} - {*spared()}) if old else []
+    for name in [*map(step_name, removed), *asides[:-keep]]:
         doomed = directory / temporary_name(int(name[5:].partition(".")[0]))
         if is_removable(directory / name):
             os.rename(directory / name, doomed)
