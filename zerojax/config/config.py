@@ -157,8 +157,8 @@ class Config:
     def shared_bytes(self) -> int:
         """Return the size limit, in logical bytes, of a gather that several blocks share. On CPUs, return 0.
 
-        On CPUs, sharing saves no time, because a collective starts at once. With jax 0.10, it also takes longer to
-        compile: 6.0 s, not 1.7 s, for the gradient of 64 small layers. With jax 0.12, it does not.
+        On CPUs, sharing saves no time, because a collective starts at once. With jax 0.10, sharing also slows
+        compilation: 6.0 s, not 1.7 s, for the gradient of 64 small layers. With jax 0.12, it does not.
         """
         is_cpu = isinstance(self.mesh, jax.sharding.AbstractMesh) or self.mesh.devices.flat[0].platform == "cpu"
         return 0 if is_cpu else min(SHARED_BYTES, self.bucket_bytes)

@@ -39,7 +39,7 @@ class DataMesh:
         params_axes: tuple[str, ...] = (),
         expert_axes: tuple[str, ...] = (),
     ) -> DataMesh:
-        """Return the axes for a ZeRO stage. `axes` divide the batch; the others are as in `Tuning` and `zero_shard`."""
+        """Return the axes for a ZeRO stage. `axes` divide the batch. `Tuning` and `zero_shard` describe the others."""
         # An axis of one device counts as an axis that shards. Otherwise gradients would be reduced over it.
         whole = tuple(axis for axis in axes if sizes[axis] == 1)
         with_whole = lambda some: (*some, *(axis for axis in whole if axis not in some)) if some else ()

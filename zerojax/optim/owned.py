@@ -179,7 +179,7 @@ def _choose(config: Config, whole: OwnedCores) -> tuple[OwnedCores, str]:
 
 
 def _costs_of(core: Core, jaxpr: Any) -> tuple[Costs, bool]:
-    """Return the costs of one item of `core`, and whether its products can be divided along the sharded dim."""
+    """Return the costs of one item of `core`, and whether the sharded dim can be followed through its equations."""
     dims: list = [where.dim for _, where in core.arrays] + [None] * (len(core.small) + len(core.shared))
     found, whole = Costs(), Costs()
     try:
@@ -330,7 +330,7 @@ class Costs:
         return len(batch[0]) + len(rows) + columns.index(rhs)
 
     def _decomposition(self, eqn: Any, dims: list[int | None]) -> list[int | None]:
-        """Count a matrix decomposition, and return where its results have the dim, which must be a batch dim."""
+        """Count a matrix decomposition. Return the index of the dim, which must be a batch dim, in each result."""
         shape = eqn.invars[0].aval.shape
         *batch, m, n = shape if len(shape) > 1 else (1, *shape)
         if eqn.primitive.name == "triangular_solve":

@@ -69,7 +69,7 @@ def warn_of_misplaced(
     """Warn about arrays that are not sharded as planned.
 
     `trees` has the name of each tree, the tree, and the layouts of its leaves. Only the axes `data` are compared. An
-    array on one device is accepted, because a program shards its arguments. `stacklevel` is that of `warnings.warn`; 1
+    array on one device is accepted, because the step shards its arguments. `stacklevel` is that of `warnings.warn`; 1
     means the caller of this function.
     """
     found: dict[str, str] = {}

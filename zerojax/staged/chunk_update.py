@@ -108,7 +108,7 @@ class Reductions:
         return self._programs[key]
 
     def _cut(self, last: Any, grad: int, producers: dict) -> Cut | None:
-        """Return the cut that ends with `last`, or None if `last` does not reduce all dims or reads other values."""
+        """Return the cut whose last equation is `last`, or None if `last` keeps a dim, or depends on other values."""
         jaxpr = self.equations.jaxpr
         if last.primitive.name not in _REDUCTIONS or last.outvars[0].aval.shape:
             return None

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class GroupInputs(NamedTuple):
-    """The gradients (in storage shape), shared values and constants that a group reads, in the group's order."""
+    """The gradients (in storage shape), shared values and constants that `UpdateGroup.reads` lists, in that order."""
 
     grads: Sequence[Array]
     shared: Sequence[Array]

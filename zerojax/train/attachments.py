@@ -61,7 +61,7 @@ class Executor(Protocol):
         ...
 
     def trace(self, state: ZeroState, rows: Any, args: tuple) -> Any:
-        """Trace the step's program, or the first of its programs, like `jax.jit(...).trace`. Shapes are accepted."""
+        """Trace the step's program, or the first of its programs, like `jax.jit(...).trace`. Also accept shapes."""
         ...
 
     def lower_update(self, state: ZeroState) -> list[Any]:

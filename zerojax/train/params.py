@@ -93,9 +93,9 @@ def init_programs(
 
 
 def program_shares(leaves: tuple[Leaf, ...], most: int = MOST_PROGRAMS) -> Iterator[tuple[int, ...]]:
-    """Yield ranges of leaf indices, one per program. A range of several leaves has a limit of bytes per device.
+    """Yield ranges of leaf indices, one per program. Leaves that share a program have a limit of bytes per device.
 
-    The limit is half of the largest full leaf, or 1/`most` of a device's shards of all leaves, whichever is larger.
+    The limit is the larger one of half the largest full leaf, and 1/`most` of one device's shards of all leaves.
     """
     local = [leaf.local_bytes for leaf in leaves]
     largest = max((leaf.bytes for leaf in leaves), default=0)
