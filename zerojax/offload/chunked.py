@@ -241,7 +241,7 @@ def filled(node: Chunked, read: Callable[[tuple[slice, ...]], np.ndarray]) -> Ch
 
 
 def assembled(shape: tuple[int, ...], sharding: Sharding, dtype: Any, values: Iterator) -> Array:
-    """Make an array from `values`, which yields one value per part in `parts_of`. The host holds one value at a time."""
+    """Make an array from `values`, which yields one value per part in `parts_of`. The host holds one at a time."""
     shards = []
     for devices in parts_of(shape, sharding).values():
         value, kind = next(values), sharding.memory_kind
