@@ -16,8 +16,8 @@ def cache_compilations(folder: str | os.PathLike, *, max_bytes: float | str | No
 
     This sets up JAX's persistent compilation cache. By default, JAX keeps only programs that took a second to compile.
     A run consists of many programs, so the second start of a run would still compile most of them. With this function,
-    it compiles none. With several processes, process 0 writes the folder, and all processes read it. On CPUs, JAX keeps
-    only the programs of process 0.
+    the second start compiles none. With several processes, process 0 writes the folder, and all processes read it. On
+    CPUs, JAX keeps only the programs of process 0.
 
     A changed program, option, JAX version or kind of device has its own entries. Call this function before the first
     program, on every process, with a folder that all of them see. Do not share a folder between hosts with different

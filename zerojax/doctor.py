@@ -203,7 +203,7 @@ def host_compute() -> str:
 
 
 def offloaded_activations(device: jax.Device) -> str:
-    """Check the memory and the jaxlib that policies of `jax.checkpoint` need to offload activations."""
+    """Check that the kinds of memory and the version of jaxlib allow `jax.checkpoint` to offload activations."""
     needed, kinds = (0, 11, 2), sorted({memory.kind for memory in device.addressable_memories()})
     if "pinned_host" not in kinds:  # JAX treats every other kind as device memory, and keeps the activations there
         raise RuntimeError(f"the devices have the memory kinds {', '.join(kinds) or 'none'}, not pinned_host")

@@ -268,7 +268,7 @@ def _is_in(atom: Any, variables: Collection) -> bool:
 
 
 def _part_of_call(eqn: Any, concerned: Sequence[bool]) -> Any | None:
-    """Return the body of a call if `concerned` is false for some operands (or results) of the call, otherwise None.
+    """Return the body of a call if `concerned` is not true for all of its operands (or results), otherwise None.
 
     An analysis must look into such a body. In the body of a JVP, for example, primal results do not read the tangents.
     """

@@ -56,7 +56,7 @@ def zero_shard(
             over all of them, or over those that `tuning` names.
         precision: The types in which a step computes, sums gradients and keeps parameters, such as `Precision.bf16()`.
             None: the types of the parameters and of the loss function. With master weights, put all transformations
-            into `tx`: one that follows `tx` in an `optax.chain` would change rounded parameters.
+            into `tx`: any that follows `tx` in an `optax.chain` would change rounded parameters.
         trainable: Which parameters are trained: `trainable(path, leaf) -> bool`, with a path such as
             `"params/dense/kernel"` and a `jax.ShapeDtypeStruct` of logical shape, or a tree of bools. None: all. Other
             parameters, and all integers and bools, have no gradient and no optimizer state: `tx` sees an
@@ -77,7 +77,7 @@ def zero_shard(
             axis. Over other axes it is sharded as usual. The loss uses such parameters in a `jax.shard_map`.
         overwrite: Which parameters take their gradient as their new value. It has the form of `trainable`, and
             overrides `trainable`. A parameter whose path, or NNX class, has the name of Flax's collection
-            `_overwrite_with_gradient` is always overwritten. The new value is the elementwise maximum over microbatches
+            `_overwrite_with_gradient` always does so. The new value is the elementwise maximum over microbatches
             and, in device view, over devices. These parameters are replicated, keep their type, and do not count in
             gradient norms. `tx` sees an `optax.MaskedNode()` for each.
         **unknown: Not accepted. The error for a field of `Tuning` says how to pass it.
@@ -148,7 +148,7 @@ def _batch_spec(given: Any) -> BatchSpec | None:
 
 
 class ZeroTransformation(TreeTransformation):
-    """An optax transformation, usable wherever optax takes one, that shards parameters, gradients and its own state."""
+    """A transformation that optax accepts like its own, and that shards parameters, gradients and its own state."""
 
     @classmethod
     def of(cls, config: Config) -> ZeroTransformation:

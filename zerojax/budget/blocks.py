@@ -54,7 +54,7 @@ class UsersBlock(NamedTuple):
 
 
 class Blocks:
-    """The blocks of one loss, as found by the latest call of a function that `rematerialised` or `observed` returned.
+    """The blocks of one loss. Each call of a function that `rematerialised` or `observed` returned finds them anew.
 
     Blocks in `decided` stay as they are, because the user has decided what these blocks save. Blocks with equal jaxprs
     share one graph, so only the first of them is analysed.

@@ -94,9 +94,9 @@ def import_params(
 
 
 def drop_new_leaves(resolved: Resolved, headers: Mapping[str, Header], count: int) -> list[int]:
-    """Remove leaves without a tensor in the files from `resolved`, and return their indices. There are `count` leaves.
+    """Remove from `resolved` each of the `count` leaves for which the files have no tensor. Return their indices.
 
-    If the files have no tensor at all, the result is empty, so that every missing tensor is a problem.
+    If the files have no tensor for any leaf, nothing is removed, so that every missing tensor is a problem.
     """
     read = {one.leaf for name, sections in resolved.tensors.items() if name in headers for one in sections}
     new = [i for i in range(count) if i not in read] if read else []

@@ -92,7 +92,7 @@ class Collective:
 
     @property
     def sent(self) -> int:
-        """Return the bytes a device sends per execution over a ring: (n-1)/n of `bytes`, twice that to all-reduce."""
+        """Return the bytes that a device sends per execution over a ring: (n-1)/n of `bytes`, twice for all-reduce."""
         return self._ring(self.bytes)
 
     @property

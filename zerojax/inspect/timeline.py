@@ -170,7 +170,7 @@ class Timeline:
         self.spans.append(Span("compute", kind, begin, self.now, self.now, name))
 
     def loop(self, i: Instruction, called: list[HloCall], pending: Iterable[Span]) -> None:
-        """Run one iteration of a loop. Collectives that began before the loop also progress in skipped iterations."""
+        """Run one iteration of a loop. Collectives that began earlier also progress in the iterations not simulated."""
         body = next(call for call in called if call.callee == dict(i.callees)["body"])
         begin, unslowed, times = self.now, self.unslowed, self.times
         self.unslowed, self.times = max(unslowed, self.link_free), times * body.trips

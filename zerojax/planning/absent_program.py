@@ -1,4 +1,4 @@
-"""Compile for GPUs that this machine does not have: a step, a jitted function, or a gradient, with shapes as arguments.
+"""Compile a step, a jitted function or a gradient for GPUs that this machine does not have. Arguments may be shapes.
 
 To trace cuDNN attention or a Pallas kernel, JAX asks which GPU the local machine has, and no option names another GPU.
 So `kernels_for` replaces the functions with which JAX asks, in one thread. Tested with jax 0.10.2 and 0.12.0.

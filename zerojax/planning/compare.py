@@ -181,7 +181,7 @@ def off_by(x: np.ndarray, y: np.ndarray) -> float:
 
 
 def first_nonfinite(found: Snapshot, before: Snapshot) -> Key | None:
-    """Return the first non-finite loss, gradient or parameter, or None. Skip parameters not finite in `before`."""
+    """Return the first non-finite loss, gradient or parameter, or None. Skip those already non-finite in `before`."""
     is_finite = lambda x: np.isfinite(wide(x)).all()
     for key, x in found.items():
         watched = key[0] in ("value", "gradient", "parameters") and jnp.issubdtype(x.dtype, jnp.inexact)

@@ -252,7 +252,7 @@ def _spans_hosts(c: Collective, per_host: int) -> bool:
 
 
 class CompiledStep(NamedTuple):
-    """The compiled program of a step, and what cannot be read from the program."""
+    """The compiled program of a step, and figures that the program does not show."""
 
     program: Any
     sent_formula: float | None = None  # as in `Plan`

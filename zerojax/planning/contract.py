@@ -111,8 +111,8 @@ def size_of(leaf: Leaf, config: Config) -> int:
 def gathered_elements(config: Config, plan: ShardingPlan, accumulate: int) -> int:
     """Return how many elements of parameters a step gathers, on use and after the update together.
 
-    After the update, a replicated parameter whose gradient is sharded is gathered in full. If a sharded parameter has a
-    gradient with smaller shards, each shard of the parameter is gathered from the updated smaller shards.
+    After the update, a replicated parameter whose gradient is sharded is gathered in full. With `params_axis`,
+    gradients have smaller shards than parameters, so a parameter's shard is gathered from the smaller, updated shards.
     """
     passes = 2 if config.reshard_after_forward else 1
     sharded = [leaf for leaf in plan.layout.params if is_float_leaf(leaf) and leaf.dim is not None]

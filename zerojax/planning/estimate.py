@@ -158,7 +158,7 @@ def mesh_axes(devices: int | str) -> dict[str, Any]:
 
 
 def config_options(options: dict[str, Any], number: float | None, stage: int) -> dict[str, Any]:
-    """Return options as fields of a `Config` for one stage. `number` counts parameters without shapes, or is None."""
+    """Return options as fields of a `Config` for one stage. `number` is given if only the parameter count is known."""
     if unknown := sorted(set(options) - set(EstimateOptions.__annotations__)):
         if unknown[0] in Tuning.__dataclass_fields__:
             raise unknown_option("estimate", unknown[0], options[unknown[0]])

@@ -148,7 +148,7 @@ class SearchSpace:
             raise NotImplementedError(MANY_PROGRAMS)
 
     def device(self, count: int) -> Device:
-        """Return the description of one GPU among `count` GPUs, at `rates`, or at peak rates if `rates` has none."""
+        """Return one GPU of `count` GPUs, at the achievable rates that were given, or otherwise at peak rates."""
         topology = Topology.parse(self.topology(count))
         return Device.of(topology) if self.rates == Rates() else self.rates.of(topology)
 
