@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from conftest import mesh_of
 
 from zerojax import Tuning, compat, jaxprs, zero_shard
 from zerojax.gather.paired import with_pairs
@@ -38,8 +39,10 @@ def barriers(jaxpr):
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("remat", [False, True])
 @pytest.mark.parametrize("view", ["global", "device"])
-def test_a_scan_computes_both_cotangents_of_the_probabilities_product(mesh, view, remat):
-    tx = zero_shard(optax.sgd(1.0), stage=3, mesh=mesh, view=view, tuning=Tuning(persist_below=0))
+def test_a_scan_computes_both_cotangents_of_the_probabilities_product(view, remat):
+    """With hybrid sharding, the second step is peeled, too, instead of a loop of one iteration."""
+    mesh, tuning = mesh_of(2, 4), Tuning(persist_below=0, shard_axis="gpu")
+    tx = zero_shard(optax.sgd(1.0), stage=3, mesh=mesh, axis=("host", "gpu"), view=view, tuning=tuning)
     params, x = weights(LAYERS), jax.random.normal(jax.random.key(1), (ROWS, TOKENS, WIDTH))
     step = jax.jit(tx.value_and_grad(lambda params, x: loss(params, x, remat=remat)))
     traced = step.trace(tx.shard(params), x)

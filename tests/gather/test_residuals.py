@@ -34,13 +34,15 @@ LOSSES = {
     "gain computed here": lambda w, x: jnp.tanh(x @ (w * jnp.sin(x[0]) / jnp.exp(x[1:2].T))),
     "named": lambda w, x: jnp.tanh(x @ checkpoint_name(w, "weight")),
     "mask that is kept": lambda w, x: jnp.tanh(x @ (w * (x.T @ x))),
+    "masks that are added": lambda w, x: x @ w + x @ (w + sum(jnp.cumsum(x.T @ x, i) for i in (0, 1))),
     "shard_map": in_shard_map(lambda w, x: x @ w, False),
     "shard_map with types": in_shard_map(lambda w, x: x @ w, True),
     "transposed in a shard_map": in_shard_map(transposed, False),
     "transposed in a shard_map with types": in_shard_map(transposed, True),
 }
-# The mask itself is of the weight's size, and depends on the rows: it is an activation.
-SAVED_OF_THE_WEIGHTS_SIZE = {"mask that is kept": 1}
+# The mask itself is of the weight's size, and depends on the rows: it is an activation. A sum with two
+# masks is kept itself, because it is smaller than both masks.
+SAVED_OF_THE_WEIGHTS_SIZE = {"mask that is kept": 1, "masks that are added": 1}
 
 
 @pytest.mark.parametrize("name", LOSSES)

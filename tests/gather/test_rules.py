@@ -2,6 +2,7 @@
 
 import dataclasses
 import pathlib
+import types
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ from jax import lax
 
 import zerojax
 from zerojax.dims import NOWHERE, Follower, on_dim
-from zerojax.gather.engine import gather_groups, trace_loss
+from zerojax.gather.engine import check_types, gather_groups, trace_loss, weights_of
 from zerojax.gather.reduced import ReducedSegment
 from zerojax.gather.rules import RULES
 from zerojax.gather.scan import ScanSegment
@@ -19,15 +20,16 @@ from zerojax.gather.scan import ScanSegment
 SIZE = 16
 W = jax.ShapeDtypeStruct((SIZE, SIZE), jnp.float32)
 STACK = jax.ShapeDtypeStruct((4, SIZE, SIZE), jnp.float32)
+B = jax.ShapeDtypeStruct((SIZE,), jnp.float32)
 X = jax.ShapeDtypeStruct((8, SIZE), jnp.float32)
 BYTES = SIZE * SIZE * 4
 
 
-def program_of(loss, *weights):
-    """The program of `loss(*weights, x)`, whose weights are sharded on their last dim but one."""
-    setup = lay_out(list(weights), [len(w.shape) - 2 for w in weights])
+def program_of(loss, *weights, comm=None):
+    """The program of `loss(*weights, x)`, whose weights are sharded on their last dim but one, or on their only dim."""
+    setup = lay_out(list(weights), [max(len(w.shape) - 2, 0) for w in weights])
     full = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in setup.leaves]
-    return trace_loss(lambda weights, x: loss(*weights, x), setup.leaves, full, [X], differing=[0])[0]
+    return trace_loss(lambda weights, x: loss(*weights, x), setup.leaves, full, [X], [0], comm, differing=[0])[0]
 
 
 def taken(make, rule):
@@ -110,6 +112,10 @@ def reduction():
     program = program_of(lambda w, x: jnp.sum(x @ w) + jnp.sum((w - jnp.mean(w)) ** 2), W)
     assert [primitives(segment) for segment in program.segments if segment.params] == [["dot_general"]]
     assert kinds(program).count(ReducedSegment) == 2  # the second waits for the mean
+    program = program_of(lambda w, x: jnp.sum(x @ w) + jnp.sum(w * jnp.cos(jnp.arange(16.0))), W)
+    (penalty,) = [segment for segment in program.segments if isinstance(segment, ReducedSegment)]
+    assert [v.aval.shape for v in penalty.others] == [(SIZE,)]  # each device broadcasts it to its part
+    assert " more" not in penalty._label
 
 
 def repeated():
@@ -125,9 +131,11 @@ def scale():
 
 
 def masked():
-    """The masked weight is computed where it is read, and is not passed on like an activation."""
+    """The masked weight is computed where it is read, and is not passed on like an activation, as a bias is."""
     (use,) = reading(lambda w, x: jnp.sum(x @ (w * (x[0] > 0).astype(w.dtype))), W)
     assert {"mul", "dot_general"} <= set(primitives(use))
+    uses = reading(lambda w, b, x: jnp.sum(x @ (w @ (b * x[0]))), W, B)
+    assert [primitives(segment) for segment in uses] == [["mul"], ["dot_general"]]
 
 
 @jax.custom_vjp
@@ -251,6 +259,30 @@ def test_small_consecutive_blocks_are_one_group():
     apart, pair, wide_too = [0, 1, 2, 3, 3, 4, 5, 5], [0, 0, 0, 1, 1, 2, 3, 3], [0, 0, 0, 0, 0, 1, 2, 2]
     for limit, numbers in {0: apart, 1: apart, 2: pair, 5: pair, 6: wide_too}.items():
         assert gather_groups(segments, limit * BYTES) == numbers
+
+
+def test_only_what_parameters_give_without_rows_may_have_partial_sums_as_cotangents():
+    """Not a constant, nor the result of a rule of its own, which may need the sum."""
+    rule = jax.custom_vjp(jnp.tanh)
+    rule.defvjp(lambda x: (rule(x), None), lambda _, g: (jnp.clip(g, -1, 1),))
+
+    def loss(w, v, u, x):
+        gain = jnp.exp(jnp.ones(SIZE) @ v) * jnp.cos(jnp.arange(16.0))
+        return jnp.sum((jnp.tanh(x @ w) * gain + rule(jnp.ones(SIZE) @ u)) @ w)
+
+    program = program_of(loss, W, W, W, comm=types.SimpleNamespace(follower=Follower(8), experts=lambda leaves: []))
+    assert sum(segment.has_rule for segment in program.segments) == 1
+    (block,) = [segment for segment in program.segments if not weights_of(program).isdisjoint(segment.results)]
+    assert {"exp", "mul"} <= {*primitives(block)}
+
+
+def test_a_value_without_a_size_is_refused():
+    """Its type is defined with `jax.experimental.hijax`."""
+    jaxpr = jax.make_jaxpr(jnp.sin)(1.0).jaxpr
+    check_types(jaxpr)
+    var = types.SimpleNamespace(aval=types.SimpleNamespace(is_high=True))
+    with pytest.raises(TypeError, match=r"value of type .* at .*use stage 2"):
+        check_types(types.SimpleNamespace(eqns=[jaxpr.eqns[0].replace(outvars=[var])]))
 
 
 def test_an_equation_without_results_may_read_a_parameter():

@@ -47,6 +47,14 @@ def test_a_view_of_the_shards_has_the_shards_of_the_view(shape, dim, others, vie
         np.testing.assert_array_equal(jnp.concatenate(shards, leaf.dim), view(x))
 
 
+@pytest.mark.parametrize(("strides", "after"), [(None, []), ((1, 1), []), ((1, 2), ["device_put"])])
+def test_a_range_that_is_not_contiguous_is_copied_from_host_memory_first(strides, after):
+    x = jax.device_put(jnp.ones((3, 4)), jax.memory.Space.Host)
+    (eqn,) = jax.make_jaxpr(lambda x: lax.slice(x, (0, 1), (3, 3), strides))(x).eqns
+    found = jax.make_jaxpr(lambda x: sliced_shard(x, [eqn], {}))(x)
+    assert [eqn.primitive.name for eqn in found.eqns] == [*after, "slice"]
+
+
 def test_the_gradient_of_a_view_is_that_of_the_parameter_with_zeros_elsewhere():
     """Also one with partial sums in front, and of a layer whose index is computed."""
     x, i = jnp.zeros((3, 4, 5)), jnp.int32(2)

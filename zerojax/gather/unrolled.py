@@ -31,8 +31,6 @@ def unrolled(jaxpr: Any, params: Collection, stacks: Collection) -> tuple[Any, l
 
         layer.__name__ = names.BLOCK
         layer = jax.jit(layer)
-        pairs = zip(values, eqn.invars, strict=True)
-        values = [jnp.asarray(x, atom.aval.dtype) if compat.is_literal(atom) else x for x, atom in pairs]
         consts, carry, stacked = values[: loop.consts], values[loop.consts : inner], values[inner:]
         row = lambda x, i: lax.index_in_dim(x, i, keepdims=False)
         others = [[] if on else [row(x, i) for i in range(loop.length)] for x, on in zip(stacked, scanned, strict=True)]
