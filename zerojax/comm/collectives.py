@@ -113,7 +113,7 @@ class Collectives(ManualCollectives):
         return {i: axes for i, axes in enumerate(rest) if len(axes) < len(self.axes)}
 
     def _without_summands(self, grads: Sequence[Array], leaves: Sequence[Leaf]) -> list[Array]:
-        """Add up the partial sums of experts that have no sharded dim, or not exactly one sum per device."""
+        """Add up an expert's partial sums if its leaf has no sharded dim, or if there is not one sum per device."""
         grads = list(grads)
         for i, axes in self.experts(leaves).items():
             devices = math.prod(self.mesh.shape[axis] for axis in axes)

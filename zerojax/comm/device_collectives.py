@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class DeviceCollectives(Collectives):
-    """The collectives of one device. `Collectives` documents the methods, and methods for one worker are inherited."""
+    """The collectives of one device; see `Collectives`. Inherited methods treat all values as those of one worker."""
 
     all_gather = ManualCollectives.all_gather
     reduce_scatter = ManualCollectives.reduce_scatter

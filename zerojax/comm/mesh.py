@@ -212,7 +212,7 @@ def on_auto_mesh(
 
 @contextlib.contextmanager
 def auto_context(mesh: Mesh | None = None) -> Iterator[None]:
-    """Enter a context without Explicit axes: that of `mesh`, or a context without a mesh. Also a decorator.
+    """Enter a context without Explicit axes, which has `mesh` with Auto axes, or no mesh. Also a decorator.
 
     Pass `mesh` if the code is traced or has a `shard_map`: another library may have set another mesh (`jax.set_mesh`).
     """

@@ -138,9 +138,9 @@ def _replicate_sums(
     """Replicate gradients that are computed from parameters alone. Warn about gradients whose rows are not found.
 
     A gradient that is computed from parameters alone is equal on all workers. Without replication, the compiler would
-    divide the gradient's computation like its shards, which padding makes uneven. On uneven shards, XLA aborts at the
-    gradient of a sort, and computes wrong gradients of an index past the end and of a window maximum. Unlike a sharding
-    constraint, the `shard_map` leaves other mesh axes unconstrained.
+    divide the computation like the gradient's shards. If padding makes the shards uneven, XLA aborts at the gradient of
+    a sort, and computes wrong gradients of an index past the end and of a window maximum. Unlike a sharding constraint,
+    the `shard_map` leaves other mesh axes unconstrained.
 
     The barrier separates the slice that takes a device's shard from the operations before it. Before jax 0.12, XLA
     merges two slices, and clamps their indices as if there were one slice.

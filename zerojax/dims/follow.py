@@ -25,7 +25,7 @@ class Follower:
         count: The size of the followed dim, or a divisor of the size, such as the number of devices that share the dim.
         guesses: Whether unknown row dims are replaced by a guess from shapes and shardings.
         axes: The mesh axes that divide the followed dim. Only a `Follower` that guesses reads them.
-        undivided: Equations that have a large operand with rows, and that the compiler cannot divide, by source line.
+        undivided: By source line, equations that have a large operand with rows, and that the compiler cannot divide.
             The engine warns about them. Only a `Follower` that guesses collects them.
     """
 

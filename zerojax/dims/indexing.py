@@ -108,10 +108,10 @@ def _dim_counted(eqn: Any, rows: Places, dim: int, context: Context) -> int | No
 
 
 def _dim_counting(eqn: Any, rows: Places, dim: int, index_map: Sequence[int], context: Context) -> int | None:
-    """Return the dim of a gather's or scatter's indices along which dim `dim` of the operand is indexed in order.
+    """Return the dim of the indices along which a gather or scatter reads dim `dim` of the operand at 0, 1, 2, ...
 
-    The index is 0, 1, 2, ... along the returned dim. `rows` has the row dims of the indices, and `index_map` the
-    operand dim that each part of an index selects from. Return None if there is no such dim.
+    In `x[jnp.arange(4), labels]`, for example, this is dim 0 of the indices for dim 0 of `x`. `rows` has the row dims
+    of the indices, and `index_map` the operand dim for each part of an index. Return None if there is no such dim.
     """
     operand, indices = eqn.invars[:2]
     if dim not in index_map or compat.is_literal(indices) or indices.aval.shape[-1] != len(index_map):
@@ -160,7 +160,7 @@ def noted(atoms: Sequence, row_dims: Sequence[RowDims], context: Context) -> lis
 
 
 def known(variables: Sequence, row_dims: Sequence[RowDims]) -> dict[Any, np.ndarray]:
-    """Return the values of those `variables` whose values follow from their `Places.counting`."""
+    """Map each of the `variables` to its value if `Places.counting` determines all of its entries."""
     return {
         var: _counted_along(dim, var.aval.shape)
         for var, rows in zip(variables, row_dims, strict=True)

@@ -97,7 +97,7 @@ def tile_rule(eqn: Any, row_dims: Sequence[RowDims], context: Context) -> RowDim
 
 
 def along_rule(eqn: Any, row_dims: Sequence[RowDims], context: Context) -> list[RowDims]:
-    """Find the followed dim after a sort, reversal, top-k or accumulation: unknown if it is sorted or accumulated."""
+    """Find the followed dim after an operation along one dim, such as a sort: unknown if this is the followed dim."""
     names, ndim = ("axis", "dimension", "reduction_dimension"), len(eqn.invars[0].aval.shape)
     axis = next((int(eqn.params[name]) for name in names if name in eqn.params), -1)
     dims = eqn.params.get("dimensions", (axis % ndim,))

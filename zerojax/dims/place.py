@@ -192,7 +192,7 @@ def _place_of(before: int, count: int, shape: Sequence[int]) -> Place | None:
 
 
 def _in_last_part(old: Sequence[int], place: Place, new: Sequence[int], count: int) -> Place | None:
-    """Return the last dim that a reshape makes of the followed dim, or None if `count` does not divide this dim."""
+    """Return the place in the last part of a dim that a reshape splits; None if `count` does not divide the part."""
     end = math.prod(old[: place.dim + 1])
     after = math.prod(new)
     for dim in reversed(range(len(new))):

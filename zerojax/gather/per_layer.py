@@ -116,7 +116,7 @@ class Layers:
         return [v for v in values if v in found or not read.isdisjoint(self.cone([v], ())[1])]
 
     def _is_changed(self, var: Any) -> bool:
-        """Return whether `var` changes a sharded stack, or is much larger than the stacks it is computed from."""
+        """Return whether `var` is a changed sharded stack, or is much larger than the stacks it is computed from."""
         eqns, stacks, _ = self.cone([var], ())
         if self.params.isdisjoint(stacks):
             return 2 * sum(v.aval.size for v in stacks) <= var.aval.size

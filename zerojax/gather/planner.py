@@ -188,7 +188,7 @@ def shared_reads(loss: Inlined) -> Rewritten:
 
 
 def unrolled_loops(loss: Inlined) -> Rewritten:
-    """Make each iteration of a loop over the parameters `Inlined.by_row` a block."""
+    """Make a block of each iteration of a loop over the parameters `Inlined.by_row`."""
     if not loss.by_row:
         return None
     from zerojax.gather.unrolled import unrolled

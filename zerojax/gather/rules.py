@@ -182,7 +182,7 @@ class Decisions:
         return self.is_of_params_alone(site) and self._only_scales(site.eqn, site)
 
     def _is_of_params(self, var: Any, size: int) -> bool:
-        """Return whether `var` depends on parameters alone, or is alike on all devices and an argument or small."""
+        """Return whether `var` depends on parameters alone, or is an argument or small value, alike on all devices."""
         is_free = var in self._given or 8 * var.aval.size <= size
         return var in self.params or var in self.repeated or (is_free and var in self.alike)
 
@@ -250,7 +250,7 @@ class Decisions:
         self.drafts += [early, loop_draft] if early.gathers else [loop_draft]
 
     def _root_of(self, reads: Sequence) -> Any:
-        """Return the variable of the parameter from which `reads` are computed; None for no or several parameters."""
+        """Return the variable of the parameter from which `reads` are computed; None unless it is exactly one."""
         stops = lambda var: var in self.params or var in self.roots or var not in self.repeated
         behind = jaxprs.reached(reads, lambda v: () if stops(v) else jaxprs.variables_in(self.repeated[v].invars))
         found = {self.params[var].root if var in self.params else self.roots.get(var) for var in behind} - {None}

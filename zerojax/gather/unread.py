@@ -73,8 +73,8 @@ class _Call:
     def opened(self, i: int, given: Sequence[int | None], values: Sequence) -> list | None:
         """Evaluate the call with the quantised value of operand `i` instead of the operand.
 
-        `given` has the divided dim of each operand, None if it is alike, or -1 if it has no entry in `dims_of`. Return
-        None if the call also reads operand `i` itself, or does not quantise it.
+        `given` has each operand's divided dim, None if devices have equal operands, or -1 without entry in `dims_of`.
+        Return None if the call also reads operand `i` itself, or does not quantise it.
         """
         eqn, weight = self.eqn, self.eqn.invars[i]
         if not jaxprs.differentiable(weight.aval.dtype) or weight.aval.dtype.itemsize == 1:
