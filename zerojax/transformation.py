@@ -84,9 +84,9 @@ class TreeTransformation(optax.GradientTransformationExtraArgs):
 
         Args:
             tree: Parameters, gradients, updates, an optimizer state, or a part of an optimizer state, in storage.
-            params: The parameters or their shapes, if `tree` is an optimizer state. Needed if neither `init` nor
-                `create` was called for them in this process, if several models have states with the same storage
-                shapes, or if `tree` is a part of a state without a `NamedTuple` of optax, such as a tree of moments.
+            params: The parameters or their shapes, if `tree` is an optimizer state. Needed in three cases: neither
+                `init` nor `create` was called for them in this process; several models have states of equal storage
+                shapes; or `tree` is a part of a state, such as a tree of moments, without a `NamedTuple` of optax.
 
         Returns:
             The tree in the form of plain JAX and optax. A state has `optax.MaskedNode()` for each parameter that is

@@ -42,11 +42,11 @@ class Offload:
             shell patterns such as `("*/kernel",)`. None: all.
         path: For `optimizer="disk"`: the folder for the files. Each process creates a folder inside it.
         chunk_bytes: The largest number of bytes per device that is copied at once, or text such as `"32 MiB"`.
-        device_bytes: For `optimizer="host"` and `update="device"`: bytes per device of chunks that stay on the device
-            between steps, and are not transferred; a number, or text such as `"8 GB"`. Unlike `fraction`,
+        device_bytes: For `optimizer="host"` and `update="device"`: bytes per device for chunks that stay on the device
+            between steps and are not transferred; a number, or text such as `"8 GB"`. Unlike `fraction`,
             this can keep a part of a leaf on the device. None: no chunk stays.
-        host_bytes: For `params="disk"`: bytes of host memory, per process, for buffers and for the parameters and
-            gradients that are kept there instead of on disk; a number, or text such as `"8 GB"`. None: only buffers.
+        host_bytes: For `params="disk"`: bytes of host memory per process; a number, or text such as `"8 GB"`. Buffers
+            take a part. The rest keeps parameters and gradients that would otherwise be on disk. None: only buffers.
 
     Raises:
         TypeError: If a field has a wrong type.

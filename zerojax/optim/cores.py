@@ -104,8 +104,8 @@ class CoreFinder:
         """Return the core of parameter `i`, or the reason why the parameter has no core.
 
         The core must contain all products, and all non-elementwise equations before or after a product. It also
-        contains every equation between two of these. If the core reads an array whose layout is not known, the equation
-        that computes the array joins the core, because only arrays with a known layout can be sent to owners.
+        contains every equation between two of these. Only arrays with a known layout can be sent to owners.
+        So if the core reads an array of unknown layout, the equation that computes this array joins the core.
         """
         all_eqns, makers, inside = self.traced.jaxpr.eqns, self.makers[i], set(eqns)
         made = lambda e: {makers[v] for v in jaxprs.variables_in(all_eqns[e].invars) if makers.get(v) in inside}

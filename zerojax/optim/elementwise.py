@@ -2,9 +2,9 @@
 
 Such a leaf may be flattened, padded and divided without changing any number. Transformations are not recognised by
 name. `tx.update` is traced twice, with the leaf in its logical shape and with the leaf flattened and padded, and the
-two programs are compared. The leaf qualifies if each element of its update and of its state is computed from the same
-element of the leaf's arrays and from scalars, by the same program in both traces. State that depends on the leaf but
-does not have its shape must be a scalar that both traces compute by the same program.
+two programs are compared. The leaf qualifies if, by the same program in both traces, each element of its update and
+state is computed from scalars and from the same element of the leaf's arrays. State that depends on the leaf but does
+not have its shape must be a scalar that both traces compute by the same program.
 
 A sum over a full leaf (as in `clip_by_global_norm`) counts as such a scalar if padding adds zero to the sum. This
 holds if the summed value is zero wherever the gradient and the parameter are zero.

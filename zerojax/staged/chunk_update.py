@@ -149,7 +149,7 @@ class ChunkGradients:
     """The gradients of one step, for the parameters on disk.
 
     In each microbatch, a chunk's gradient is summed over the chunk's uses and scaled, and the sum over the microbatches
-    so far is written. In the last microbatch, the weights of the whole loss are known, and each sum is multiplied by
+    so far is written. In the last microbatch, the weights of the whole loss are known. Each sum is then multiplied by
     the factor that makes the sum the gradient of the loss. Scalars that the update needs are computed from the product
     before the product is written, so that the update reads each gradient only once.
     """

@@ -1,7 +1,7 @@
 """Check a batch, and what a loss does and returns. Give each call of a loss its own PRNG keys.
 
-The losses of the parts of a batch must combine to the loss of the whole batch. So a loss that is called once per device
-or microbatch must draw other random numbers in each call, and must not divide rows over the devices itself.
+The losses of the parts of a batch must combine to the loss of the whole batch. So each call, for a device or a
+microbatch, must draw different random numbers, and a loss must not divide rows over the devices itself.
 """
 
 from __future__ import annotations
