@@ -220,7 +220,7 @@ class ZeroTransformation(TreeTransformation):
                 1800 s, and does not exit. `float("inf")`: no limit.
             memory: The bytes per device that the compiled step may take, such as `"72 GB"`, or `"auto"` for the memory
                 that JAX may use on the device. The blocks of the loss save as many activations as fit, and recompute
-                all others. Blocks are functions under `zerojax.block` and bodies of scans that have no `jax.checkpoint`.
+                all others. Blocks are functions under `zerojax.block` or bodies of scans, without `jax.checkpoint`.
                 The first call with new shapes compiles up to four times.
             compiler_options: Options of XLA by name. With `"auto"`, a step on GPUs with hybrid sharding may run two
                 collectives at once.
