@@ -186,7 +186,7 @@ def slowdown(products: float, gather: float, both: float) -> float | None:
     """Return the share `s` by which a gather slows products, or None if both do not overlap measurably.
 
     The arguments are seconds: of products alone, of a gather alone, and of both together. During a
-    gather of `g` seconds, products do the work of only `g / (1 + s)` seconds, so that `g * s / (1 + s)` are lost.
+    gather of `g` seconds, products do the work of only `g / (1 + s)` seconds, and so lose `g * s / (1 + s)` seconds.
     """
     lost = max(0.0, both - products) / gather
     return lost / (1 - lost) if lost < 0.9 else None

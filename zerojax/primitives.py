@@ -166,7 +166,7 @@ class Facts:
 
     @property
     def is_combinable(self) -> bool:
-        """Return whether devices that each reduce a part can combine their results by a collective."""
+        """Return whether each device can reduce a part, so that a collective combines the devices' results."""
         return self.kind is Kind.REDUCTION and self.reduction in ("sum", "max", "min")
 
     @property

@@ -8,7 +8,7 @@ UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
 def byte_unit(count: float) -> tuple[str, float]:
-    """Return `(unit, bytes per unit)` for the largest unit in which `count`, rounded to three digits, is at least 1."""
+    """Return the largest unit in which `count`, rounded to three digits, is at least 1, and the bytes per unit."""
     power = next((i for i in range(len(UNITS)) if count < 999.5 * 1000**i), len(UNITS) - 1)
     return UNITS[power], 1000.0**power
 

@@ -332,7 +332,7 @@ class Checkpointer:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        """Close the checkpointer. If the `with` block raised an error, a failed save only warns, to keep that error."""
+        """Close the checkpointer. If the `with` block raised an error, that error goes on, and a failed save warns."""
         try:
             self.close()
         except CheckpointError as failure:

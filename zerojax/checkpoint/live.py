@@ -72,7 +72,7 @@ def create_like(config: Config, params: Any, mutable: Any) -> ZeroState:
 
 
 def check_processes(old: Mesh, new: Mesh) -> None:
-    """Raise a `ValueError` if a process has devices of only one mesh: JAX could not copy the process's values."""
+    """Raise a `ValueError` if a process has devices of only one of the meshes, because JAX cannot copy its values."""
     before, after = ({device.process_index for device in mesh.devices.flat} for mesh in (old, new))
     if before != after:
         raise ValueError(

@@ -146,7 +146,7 @@ def target_config(kind: str) -> str:
 
 @functools.cache
 def _devices(topology: Topology) -> list:
-    """Return descriptions of the topology's devices. Cached, because the results of two calls of JAX are unequal."""
+    """Return descriptions of the topology's devices. Cached, because JAX returns unequal ones at each call."""
     try:
         description = topologies.get_topology_desc(
             platform="cuda",

@@ -87,7 +87,7 @@ class Instruction(NamedTuple):
 
     @property
     def attributes(self) -> str:
-        """Return the text after the operands, up to the metadata and backend config, in which any text may occur."""
+        """Return the text after the operands, without metadata and backend config, which may contain any text."""
         return self.rest[len(self.literal) :].partition(", metadata={")[0].partition(", backend_config=")[0]
 
     @property

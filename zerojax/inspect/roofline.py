@@ -234,7 +234,7 @@ def overlap(compiled: Any) -> CompiledCollectives:
 
 
 def _schedule(module: Module, computation: str, products: dict[str, int]) -> tuple[dict[str, int], int]:
-    """Return the number of products between each start and its done, and the number in the whole computation.
+    """Return how many products run between each collective's start and done, and how many in the whole computation.
 
     `products` has the number of products of each computation that this computation calls.
     """

@@ -103,7 +103,7 @@ def estimate_stage(config: Config, plan: ShardingPlan, accumulate: int) -> Stage
 def disk_bytes(config: Config, plan: ShardingPlan, accumulate: int) -> tuple[int, int, int, int]:
     """Return four sizes per device: parameters and gradients on disk, and the bytes that a step reads and writes.
 
-    The bytes read are an upper bound: the backward pass does not read the last block of the forward pass again.
+    The bytes read are an upper bound: the last block of the forward pass counts as read twice, but is read once.
     """
     if not config.params_on_disk:
         return 0, 0, 0, 0
