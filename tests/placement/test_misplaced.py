@@ -83,6 +83,26 @@ def test_the_first_call_of_a_step_warns(loop, mesh):
                 tx.value_and_grad(loss)(params, ROWS)
 
 
+@pytest.mark.parametrize("place", [lambda x: x, np.asarray, "replicated"], ids=["one device", "NumPy", "replicated"])
+def test_the_init_of_a_loop_that_forgot_to_shard_warns(place, mesh):
+    """Its losses would be right, and its padded parameters replicated for ever."""
+    tx = transformation(mesh)
+    place = (lambda x: jax.device_put(x, NamedSharding(mesh, P()))) if place == "replicated" else place
+    whole = jax.tree.map(place, PARAMS)
+    with pytest.warns(
+        UserWarning, match=r"^2 arrays .*params\['odd'\].*'w'.*Before tx.init.*tx.shard\(params\)"
+    ) as found:
+        tx.init(whole)
+    assert found[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for params in (tx.shard(whole), tx.init_params(lambda: PARAMS), jax.eval_shape(lambda: PARAMS)):
+            tx.init(params)
+        jax.jit(tx.init)(whole)  # the placement of its arguments is not known
+        transformation(mesh, stage=2).init(whole)  # replicated by plan
+        transformation(mesh_of(1)).init(whole)
+
+
 def test_other_placements(mesh):
     """On another dim, on one device, over other axes too, on a sharding without axes, and offloaded."""
     tx = transformation(mesh, SGD)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.core
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax.config.data_mesh import entry_axes, in_words
@@ -64,13 +65,14 @@ def placements_in_words(*placements: tuple[tuple[str, ...], ...]) -> list[str]:
 
 
 def warn_of_misplaced(
-    trees: Iterable[tuple[str, PyTree, Sequence[Leaf]]], data: Sequence[str], *, stacklevel: int
+    trees: Iterable[tuple[str, PyTree, Sequence[Leaf]]], data: Sequence[str], *, at_start: bool = False, stacklevel: int
 ) -> None:
     """Warn about arrays that are not sharded as planned.
 
     `trees` has the name of each tree, the tree, and the layouts of its leaves. Only the axes `data` are compared. An
-    array on one device is accepted, because the step shards its arguments. `stacklevel` is that of `warnings.warn`; 1
-    means the caller of this function.
+    array on one device is accepted, because the step shards its arguments. With `at_start`, when a loop is set up, it
+    is not: a loop would return it replicated. `stacklevel` is that of `warnings.warn`; 1 means the caller of this
+    function.
     """
     found: dict[str, str] = {}
     for name, tree, leaves in trees:
@@ -78,17 +80,27 @@ def warn_of_misplaced(
         placed = zip(leaves, nodes, strict=True) if len(leaves) == len(nodes) else ()  # other checks refuse the tree
         for leaf, node in placed:
             x = node.storage if is_padded(node) else node
-            if leaf.kind != "replicated" and (text := misplaced(leaf, x, data)) and not is_on_one_device(x):
+            if leaf.kind == "replicated":
+                continue
+            if at_start and isinstance(x, np.ndarray) and leaf.shards > 1:
+                found[f"{name}{leaf.path}"] = "planned: sharded; found: a NumPy array"
+            elif (text := misplaced(leaf, x, data)) and (at_start or not is_on_one_device(x)):
                 found[f"{name}{leaf.path}"] = text
     if found:
         first = ", ".join(f"{path} ({text})" for path, text in list(found.items())[:NAMED])
         more = f" and {len(found) - NAMED} more" if len(found) > NAMED else ""
+        cause = (
+            "Before tx.init, make the parameters with tx.init_params(init, key), or shard existing ones with params = "
+            "tx.shard(params), and train these. For a module of NNX, call zerojax.flax_nnx.init_module or shard_module."
+            if at_start
+            else "Often a jax.jit(out_shardings=...) has placed them, for example with shardings of nn.get_sharding. "
+            "Leave out_shardings out, or pass shardings of tx.shardings(params). tx.shard(params) places existing "
+            "parameters."
+        )
         warnings.warn(
             f"{len(found)} arrays are placed otherwise than planned: {first}{more}. They use the memory of their "
             f"present placement. tx.train_step returns them as planned, but a hand-written loop keeps them where "
-            f"they are. Often a jax.jit(out_shardings=...) has placed them, for example with shardings of "
-            f"nn.get_sharding. Leave out_shardings out, or pass shardings of tx.shardings(params). "
-            f"tx.shard(params) places existing parameters. zerojax.report names every leaf.",
+            f"they are. {cause} zerojax.report names every leaf.",
             stacklevel=stacklevel + 1,
         )
 

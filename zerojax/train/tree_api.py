@@ -250,6 +250,7 @@ def check_grads(grads: Any, layout: Layout) -> None:
 def create_opt_state(config: Config, params: Any) -> Any:
     """Return the initial optimizer state of the wrapped transformation, sharded for the stage."""
     plan = make_plan(config, params)
+    warn_of_misplaced([("params", params, plan.layout.params)], config.data.batch, at_start=True, stacklevel=3)
     make = lambda params: as_returned(config, plan, init_opt_state(config, plan, storage_of(params, plan.layout)))
     return on_auto_mesh(config.user_mesh, make, params, shardings=lambda _: init_shardings(config, plan))
 
