@@ -1,5 +1,6 @@
 """The best checkpoint by its metrics: kept beside the newest, found again after a restart."""
 
+import contextlib
 import errno
 import json
 import math
@@ -34,7 +35,9 @@ def test_the_best_and_the_newest_stay(state, tmp_path, mode, losses, best, kept)
     chosen = LOWEST | {"best_mode": mode}
     with Checkpointer(tmp_path, keep=2, **chosen) as checkpoints:
         for i, loss in enumerate(losses):
-            checkpoints.save(state, step=i, metrics=None if loss is None else {"loss": jnp.float32(loss), "n": i})
+            metrics = None if loss is None else {"loss": jnp.float32(loss), "n": i}
+            with contextlib.nullcontext() if metrics else pytest.warns(UserWarning, match="without metrics= is never"):
+                checkpoints.save(state, step=i, metrics=metrics)
         assert (checkpoints.best(), checkpoints.steps()) == (best, kept)
     reopened = Checkpointer(tmp_path, read_only=True, **chosen)
     assert (reopened.best(), reopened.verify()) == (best, kept)

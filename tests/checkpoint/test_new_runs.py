@@ -1,5 +1,7 @@
 """A new run begins with the parameters of another run's checkpoint, or of a file; new leaves keep their values."""
 
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -74,5 +76,31 @@ def test_a_mapping_need_not_name_new_leaves(tmp_path):
         import_params(tmp_path / "file", like, mapping=mapping)
     with pytest.warns(UserWarning, match=r"lacks 1 leaves.*params\['lora'\]"):
         found = logical(import_params(tmp_path / "file", like, mapping=mapping, partial=True))
+    assert np.array_equal(found["w"], PARAMS["w"])
+    assert np.array_equal(found["lora"], NEW["lora"])
+
+
+def test_a_missing_tensor_of_the_base_is_an_error(tmp_path):
+    """It is missing if the mapping names it, or if the function given as partial= does not allow its leaf."""
+    mapping = {"a.weight": "w", "a.bias": "b"}
+    like = transformation(3, 3).shard({k: NEW[k] for k in ("w", "b", "lora")})
+    export({"a.weight": PARAMS["w"]}, tmp_path / "mapped")
+    with pytest.raises(ValueError, match=r"a\.bias is missing"):
+        import_params(tmp_path / "mapped", like, mapping=mapping, partial=True)
+    export({"w": PARAMS["w"]}, tmp_path / "plain")
+    with pytest.raises(ValueError, match="b is missing") as said:
+        import_params(tmp_path / "plain", like, partial=lambda path: "lora" in path)
+    assert "lora" not in str(said.value)
+    with pytest.raises(ValueError, match="'b' is a parameter, and no entry"):
+        import_params(tmp_path / "mapped", like, mapping={"a.weight": "w"}, partial=lambda path: "lora" in path)
+
+
+def test_leaves_that_partial_names_keep_their_values_silently(tmp_path):
+    """Also those that the mapping names: one mapping serves to import the base, and to export all parameters."""
+    mapping = {"a.weight": "w", "a.lora": "lora"}
+    like = transformation(3, 3).shard({k: NEW[k] for k in ("w", "lora")})
+    export({"a.weight": PARAMS["w"]}, tmp_path)
+    with warnings.catch_warnings(action="error"):
+        found = logical(import_params(tmp_path, like, mapping=mapping, partial=lambda path: path == "lora"))
     assert np.array_equal(found["w"], PARAMS["w"])
     assert np.array_equal(found["lora"], NEW["lora"])

@@ -171,6 +171,8 @@ class Checkpointer:
             last = self._last_save
             if (step % self.every and not force) or (last is not None and last.step == step and last.error is None):
                 return False
+            if self._best_fn is not None and metrics is None:
+                warnings.warn("A save without metrics= is never best. If it is not evaluated, give NaN.", stacklevel=2)
             metrics = None if metrics is None else copied_metrics(metrics)
             zero_state, _ = as_state(state, self._tx)
             self.wait()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +34,11 @@ Tensors = dict[tuple[int, ...], tuple[Header, Section]]
 
 
 def import_params(
-    path: str | Path, like: ZeroState | PyTree, *, mapping: Names | None = None, partial: bool = False
+    path: str | Path,
+    like: ZeroState | PyTree,
+    *,
+    mapping: Names | None = None,
+    partial: bool | Callable[[str], bool] = False,
 ) -> PyTree:
     """Read parameters from safetensors. Each device reads its own shard.
 
@@ -48,7 +52,9 @@ def import_params(
         mapping: Maps names in the file to leaves, as `zerojax.checkpoint.mapping` describes. None expects that
             each tensor's name is a leaf's keys joined by dots, as in the files that `export` writes.
         partial: Allow leaves of `like` for which the files have no tensor, such as LoRA factors or a new head. They
-            keep the values that they have in `like`, and a warning names them.
+            keep the values that they have in `like`. A function of a leaf's path, such as `lambda path: "lora" in
+            path`, returns which leaves these are. True allows any leaf that the mapping does not name (without a
+            mapping, any leaf), and a warning names these leaves.
 
     Returns:
         Parameters in the layout of `like`. For a state, they have the types of its master weights, as `tx.create`
@@ -68,8 +74,10 @@ def import_params(
     nodes = [x for _, x in found]
     leaves = [x.leaf if is_chunked(x) else x for x in nodes]  # with logical shapes
     given = [(keys_of(path), tuple(x.shape)) for (path, _), x in zip(found, leaves, strict=True)]
-    resolved = resolve(mapping, given, partial=partial)
-    new = drop_new_leaves(resolved, headers, len(leaves)) if partial else []
+    may_lack = partial if callable(partial) else lambda path: partial
+    resolved = resolve(mapping, given, may_lack=may_lack)
+    named = () if callable(partial) or mapping is None else resolved.tensors  # must be in the files
+    new = drop_new_leaves(resolved, {*headers, *named}, [may_lack("/".join(keys)) for keys, _ in given])
     unread = sorted(headers.keys() - resolved.tensors.keys())
     unread = [name for name in unread if not any(one.fullmatch(name) for one in resolved.left_out)]
     problems = [*resolved.problems, *problems_of_tensors(headers, resolved, leaves)]
@@ -80,7 +88,7 @@ def import_params(
     if problems:
         raise ValueError(f"{path} does not have these parameters, and nothing was read:{listed(problems)}")
     copies = copies_of({leaf_name("params", found[i][0]): nodes[i] for i in new})
-    warn_of_kept(path, copies)
+    warn_of_kept(path, () if callable(partial) else copies)
     tensors: list[Tensors] = [{} for _ in leaves]
     for name, sections in resolved.tensors.items():
         for section in sections:
@@ -93,13 +101,13 @@ def import_params(
     return jax.tree.unflatten(structure, [arrays[i] for i in range(len(leaves))])
 
 
-def drop_new_leaves(resolved: Resolved, headers: Mapping[str, Header], count: int) -> list[int]:
-    """Remove from `resolved` each of the `count` leaves for which the files have no tensor. Return their indices.
+def drop_new_leaves(resolved: Resolved, required: Collection[str], may_lack: Sequence[bool]) -> list[int]:
+    """Remove from `resolved` each leaf that may lack and has no required tensor. Return the indices of these leaves.
 
-    If the files have no tensor for any leaf, nothing is removed, so that every missing tensor is a problem.
+    If no leaf has a required tensor, nothing is removed, so that every missing tensor is a problem.
     """
-    read = {one.leaf for name, sections in resolved.tensors.items() if name in headers for one in sections}
-    new = [i for i in range(count) if i not in read] if read else []
+    read = {one.leaf for name, sections in resolved.tensors.items() if name in required for one in sections}
+    new = [i for i, may in enumerate(may_lack) if may and i not in read] if read else []
     for name, sections in list(resolved.tensors.items()):
         if all(one.leaf in new for one in sections):
             del resolved.tensors[name]

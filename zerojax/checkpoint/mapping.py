@@ -26,7 +26,7 @@ import collections
 import dataclasses
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -91,11 +91,14 @@ class Resolved:
 
 
 def resolve(
-    mapping: Names | None, leaves: Sequence[tuple[Sequence[str], tuple[int, ...]]], *, partial: bool = False
+    mapping: Names | None,
+    leaves: Sequence[tuple[Sequence[str], tuple[int, ...]]],
+    *,
+    may_lack: Callable[[str], bool] = lambda path: False,
 ) -> Resolved:
     """Apply a mapping to leaves, each given as its keys and its shape.
 
-    Every leaf must have one entry (with `partial`, at most one), and every entry must fit its leaves.
+    Every leaf must have one entry (at most one if `may_lack(path)`), and every entry must fit its leaves.
     `Resolved.problems` lists the mismatches.
     Without a mapping, every leaf equals the tensor whose name consists of the leaf's keys joined by dots.
     """
@@ -122,7 +125,7 @@ def resolve(
         except ValueError as error:
             resolved.problems.append(f"{template!r}: {error}")
             resolved.left_out.append(matcher(template))  # so that its tensors are not reported a second time
-    unclaimed = (path for k, (path, _) in enumerate(leaves) if k not in claims and not partial)
+    unclaimed = (path for k, (path, _) in enumerate(leaves) if k not in claims and not may_lack(path))
     resolved.problems.extend(f"{path!r} is a parameter, and no entry of the mapping names it" for path in unclaimed)
     return resolved
 

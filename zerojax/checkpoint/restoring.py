@@ -116,7 +116,10 @@ def copies_of(nodes: Mapping[str, Any]) -> dict[str, Any]:
     """Copy leaves of `like=` that were not saved. Raise a `ValueError` if a leaf is a shape, which has no value."""
     for name, x in nodes.items():
         if are_shapes(x):
-            raise ValueError(f"{name} was not saved, and like= has only its shape. Give live arrays to keep its value.")
+            raise ValueError(
+                f"{name} was not saved, and like= has only its shape. Give live arrays, such as "
+                f"tx.init_params(init, key), to keep its value."
+            )
     return {name: kept(x) if is_chunked(x) else jax.tree.map(jnp.copy, x) for name, x in nodes.items()}
 
 
