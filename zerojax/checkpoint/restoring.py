@@ -117,8 +117,8 @@ def copies_of(nodes: Mapping[str, Any]) -> dict[str, Any]:
     for name, x in nodes.items():
         if are_shapes(x):
             raise ValueError(
-                f"{name} was not saved, and like= has only its shape. Give live arrays, such as "
-                f"tx.init_params(init, key), to keep its value."
+                f"{name} was not saved, and like= has only its shape. Give live arrays to keep its value: those of "
+                f"tx.init_params(init, key), or tx.create of them."
             )
     return {name: kept(x) if is_chunked(x) else jax.tree.map(jnp.copy, x) for name, x in nodes.items()}
 
