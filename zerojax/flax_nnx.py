@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from zerojax import compat, jaxprs
+from zerojax.config import Config
 from zerojax.metrics import Replicated
 from zerojax.train.arguments import has_rows
 from zerojax.units import format_bytes
@@ -52,6 +53,7 @@ def init_module(init: Callable[..., nnx.Module], tx: ZeroTransformation, *args: 
         with nnx.use_eager_sharding(False):
             return nnx.split(init(*args), wrt, ...)
 
+    check_order("init_module(init, tx, *args)", tx, init)
     graph, _, others = jax.eval_shape(parts, *args)
     warn_of_whole(tx, others)
     params = tx.init_params(lambda *args: parts(*args)[1], *args)
@@ -73,9 +75,20 @@ def shard_module(module: nnx.Module, tx: ZeroTransformation, *, wrt: Any = nnx.P
         >>> model = Model(rngs=nnx.Rngs(0))
         >>> shard_module(model, tx)
     """
+    check_order("shard_module(module, tx)", tx, module)
     chosen, others = nnx.split_state(nnx.state(module), wrt, ...)
     warn_of_whole(tx, others)
     nnx.update(module, tx.shard(chosen))
+
+
+def check_order(call: str, tx: Any, other: Any) -> None:
+    """Raise a TypeError if `tx` is not a transformation of zerojax, with the order of the arguments of `call`."""
+    if not isinstance(getattr(tx, "config", None), Config):
+        swapped = isinstance(getattr(other, "config", None), Config)
+        remedy = "Swap the arguments" if swapped else "Pass tx = zero_shard(...) as tx"
+        raise TypeError(
+            f"flax_nnx.{call} was called with a {type(tx).__name__} as tx, which cannot shard parameters. {remedy}."
+        )
 
 
 def warn_of_whole(tx: ZeroTransformation, others: nnx.State) -> None:
@@ -134,10 +147,10 @@ def value_and_grad(
         >>> value, grads = gradient(model, batch)
         >>> optimizer.update(model, grads)
     """
+    check_order("value_and_grad(tx, loss_fn)", tx, loss_fn)
     several = isinstance(argnums, Sequence)
-    numbers = [
-        x if isinstance(x, nnx.DiffState) else nnx.DiffState(x, wrt) for x in (argnums if several else [argnums])
-    ]
+    given = argnums if several else [argnums]
+    numbers = [x if isinstance(x, nnx.DiffState) else nnx.DiffState(x, wrt) for x in given]
     filters = {x.argnum: nnx.filterlib.to_predicate(x.filter) for x in numbers}
     module_loss = ModuleLoss(loss_fn, filters, several, has_aux, tx.config.view == "device")
     combined: Any = {"weighted": weighted, "accumulate": accumulate, "reduction": reduction}

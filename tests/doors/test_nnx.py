@@ -157,6 +157,23 @@ def test_an_assignment_that_would_be_lost_is_refused():
         zerojax.flax_nnx.value_and_grad(tx, assigns)(model, nnx.Rngs(0))
 
 
+@pytest.mark.parametrize(
+    ("call", "remedy"),
+    [
+        (lambda tx, model: zerojax.flax_nnx.value_and_grad(loss_fn, tx), r"value_and_grad\(tx, loss_fn\) .* Swap"),
+        (lambda tx, model: zerojax.flax_nnx.shard_module(tx, model), r"shard_module\(module, tx\) .* Swap"),
+        (
+            lambda tx, model: zerojax.flax_nnx.init_module(tx, Model, 0),
+            r"a ModuleMeta as tx.* Swap",
+        ),
+        (lambda tx, model: zerojax.flax_nnx.shard_module(model, tx.config.tx), r"Pass tx = zero_shard\(\.\.\.\) as tx"),
+    ],
+)
+def test_a_mistaken_call_says_which_to_make(call, remedy):
+    with pytest.raises(TypeError, match=remedy):
+        call(zero(3), Model(nnx.Rngs(0)))
+
+
 def test_in_device_view_integers_of_a_device_are_refused():
     model, tx = Model(nnx.Rngs(0)), zero(3, view="device")
     zerojax.flax_nnx.shard_module(model, tx)
@@ -265,6 +282,16 @@ def test_a_module_is_born_sharded():
     assert specs_of("up", model) == {("data", "model")}
     variables = lambda model: nnx.to_pure_dict(nnx.state(model))
     assert_close(variables(model), variables(Annotated(nnx.Rngs(0), annotated=False)))
+
+
+def test_the_report_knows_parameters_and_moments_of_modules():
+    model, tx = Model(nnx.Rngs(0)), zero(3)
+    zerojax.flax_nnx.shard_module(model, tx)
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    for tree in (model, optimizer), nnx.state((model, optimizer)), optimizer:
+        found = zerojax.report(tree, tx)
+        assert not found.misplaced
+        assert sum("flat: small" in row.note for row in found.rows) == 2  # both moments of a bias
 
 
 def test_a_module_is_born_with_its_other_variables():

@@ -9,7 +9,7 @@ import optax
 import pytest
 from models import awkward_params
 
-from zerojax import Padded, Tuning, report, zero_shard
+from zerojax import Offload, Padded, Tuning, report, zero_shard
 
 
 def test_every_leaf_is_sharded_or_has_a_reason(mesh):
@@ -79,3 +79,18 @@ def test_parts_of_one_leaf_and_alike_layers_of_every_part(mesh):
     assert text.count("layer_#/w") == 3  # parameters and two moments
     assert re.search(r"^step +4  int32", text, re.MULTILINE)
     assert len(text.splitlines()) < 40
+
+
+@pytest.mark.parametrize("options", [{}, {"offload": Offload(optimizer="host")}], ids=["device", "host"])
+def test_parameters_and_optimizer_state_in_any_tree_have_the_notes_of_a_state(options, mesh):
+    tx = zero_shard(optax.adamw(1e-3), stage=3, mesh=mesh, tuning=Tuning(persist_below=50), **options)
+    state, average = tx.create(awkward_params()), jnp.zeros(400)
+    expected = [row.note for part in ("params", "opt_state") for row in report(state).rows if row.part == part]
+    for tree in (state.params, state.opt_state), {"a": (state.params, [state.opt_state]), "b": average}:
+        found = report(tree, tx)
+        assert not found.misplaced
+        assert [row.note for row in found.rows if row.part != "b"] == expected
+    for tree in (state.opt_state, average), (state.params, state.params, state.opt_state):
+        assert not report(tree, tx).misplaced  # what is not known to be a parameter is not planned as one
+    whole = jax.tree.map(lambda x: jax.device_put(x, jax.devices()[0]), state.params)
+    assert {path[:3] for path in report((whole, state.opt_state), tx).misplaced} == {"[0]"}

@@ -8,7 +8,6 @@ Arrays of an optimizer state do not say how they are padded or flattened, so the
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -19,15 +18,14 @@ from zerojax.checkpoint.state_leaves import leaf_name
 from zerojax.comm.mesh import replicated
 from zerojax.config import Config, path_of
 from zerojax.layout.leaf import is_chunked, is_padded
-from zerojax.optim.sharding_plan import ShardingPlan, state_shapes
+from zerojax.optim.in_trees import NAMED, Found, models_in, only_model
+from zerojax.optim.sharding_plan import state_shapes
 from zerojax.placement.problems import problem_of
 from zerojax.placement.storage import are_shapes, place_replicated
 from zerojax.train.state import ZeroState
 
 if TYPE_CHECKING:
     from jaxtyping import PyTree
-
-NAMED = 5
 
 
 def as_state(tree: PyTree, tx: Any) -> tuple[ZeroState, Callable[[ZeroState], PyTree]]:
@@ -41,7 +39,7 @@ def as_state(tree: PyTree, tx: Any) -> tuple[ZeroState, Callable[[ZeroState], Py
     config = config_of(tree, tx)
     keyed, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_padded)
     paths, nodes = [path_of(path) for path, _ in keyed], [placed(config, path, x) for path, x in keyed]
-    plan, params, opt_state = find_model(config, paths, nodes)
+    plan, params, opt_state = find_model(config, paths, nodes)[:3]
     step = [i for i, path in enumerate(paths) if path == "step"]
     found = {*step, *params, *opt_state}
     rest = structure.unflatten([None if i in found else i for i in range(len(nodes))])
@@ -101,48 +99,21 @@ def replicate(config: Config, x: Any) -> jax.Array:
     return place_replicated(config.mesh, x, shapes=False)
 
 
-def find_model(config: Config, paths: list[str], nodes: list[Any]) -> tuple[ShardingPlan, list[int], list[int]]:
+def find_model(config: Config, paths: list[str], nodes: list[Any]) -> Found:
     """Find parameters and their optimizer state among the leaves of a tree, and the plan by which they are stored."""
-    found: dict[frozenset[int], tuple] = {}
-    problem = f"no leaves of it have the paths of both: {', '.join(paths[:NAMED])}, ..."
-    for plan in config.plans.values():  # the plan of `init` comes before those of updates, which may know less
-        trees = plan.layout.treedef.unflatten(plan.layout.params), state_shapes(config, plan)
-        shapes = [(x.shape, getattr(x, "storage_shape", x.shape)) for x in jax.tree.leaves(trees)]
-        for (root, params), (other, state) in itertools.product(*(parts_like(paths, tree) for tree in trees)):
-            indices = [*params, *state]
-            if len({*indices}) < len(indices):  # moments have the same paths as the parameters
-                continue
-            stored = [(tuple(nodes[i].shape), tuple(jax.tree.leaves(nodes[i])[0].shape)) for i in indices]
-            if differ := [k for k, shape in enumerate(shapes) if stored[k] != shape]:
-                k = differ[0]
-                problem = f"{paths[indices[k]]} is stored with shape {stored[k][1]}, and the plan has {shapes[k][1]}"
-            else:
-                found.setdefault(frozenset(indices), (plan, params, state, root, other))
-    # A plan of a part of the parameters also fits.
-    largest = [one for indices, one in found.items() if not any(indices < other for other in found)]
-    named = [one for one in largest if one[3].rpartition("/")[2] == "params"] or largest
-    if len(named) == 1 and len({one[4] for one in largest}) == 1:
-        return named[0][:3]
+    found, problem = models_in(config, paths, nodes, is_padded)
+    if one := only_model(found):
+        return one
     if not found:
         raise ValueError(
             f"The tree has no parameters with an optimizer state of this transformation: {problem}. Give parameters "
             f"that tx.shard or tx.init_params returned, and the state that tx.init of the same tx returned for them."
         )
-    pairs = ", ".join(f"{root or 'the tree'} with {other}" for *_, root, other in largest[:NAMED])
+    pairs = ", ".join(f"{one.root or 'the tree'} with {one.state_root}" for one in found[:NAMED])
     raise ValueError(
         f"Several parts of the tree could be the parameters and their optimizer state: {pairs}. A checkpoint has one "
         f"model. Give the parameters the key 'params', and save each model with a Checkpointer of its own."
     )
-
-
-def parts_like(paths: list[str], tree: PyTree) -> list[tuple[str, list[int]]]:
-    """Find each part whose leaves have the same paths as those of `tree`. Return its path and its leaves' indices."""
-    wanted = [path_of(path) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
-    indices = {path: i for i, path in enumerate(paths)}
-    roots = {path.removesuffix(wanted[0]) for path in paths if path.endswith(wanted[0])} if wanted else {""}
-    roots = [root for root in sorted(roots) if not root or root.endswith("/") or wanted == [""]]
-    parts = [(root.removesuffix("/"), [indices.get(root + path, -1) for path in wanted]) for root in roots]
-    return [part for part in parts if -1 not in part[1]]
 
 
 def check_parts(config: Config, state: ZeroState) -> None:

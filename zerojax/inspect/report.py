@@ -15,12 +15,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from zerojax.config import Config
+from zerojax.config import Config, path_of
 from zerojax.layout.leaf import Leaf, is_stored_node
 from zerojax.layout.padded import Padded
 from zerojax.offload.chunked import Chunked
-from zerojax.optim.returned_state import Annotated, as_planned
-from zerojax.optim.sharding_plan import ShardingPlan, make_plan
+from zerojax.optim.in_trees import models_in, only_model, parts_like
+from zerojax.optim.returned_state import Annotated
+from zerojax.optim.sharding_plan import ShardingPlan, make_plan, state_shapes
 from zerojax.placement.problems import misplaced, unusable_named
 
 TITLES = {"device": "bytes/device", "host": "in host memory", "disk": "in files"}
@@ -145,8 +146,9 @@ def report(state: Any, tx: Any = None) -> Report:
     Args:
         state: A `ZeroState`, a Flax `TrainState`, or any pytree of arrays. The parts of the report are the fields of
             `state`, or the keys of its topmost node.
-        tx: The transformation that made `state`, if `state` is parameters or an optimizer state. Or the step that
-            trains `state`: the report of a step also names its compiler options.
+        tx: The transformation that made `state`, if `state` has parameters, their optimizer state or both, such as
+            `(params, opt_state)` or `(model, optimizer)` of NNX. Or the step that trains `state`: the report of a step
+            also names its compiler options.
 
     Returns:
         The bytes per device of each part, and a row for each leaf. A row has the leaf's sharding, the reason if it is
@@ -251,7 +253,7 @@ def plan_and_data(state: Any, tx: Any = None) -> tuple[Planned, tuple[str, ...]]
     """Return the planned layout of each leaf of `state`, and the axes that divide the batch.
 
     `state` is a `ZeroState`, a Flax `TrainState`, or a mapping with `params` and `opt_state`. With `tx`, `state` may
-    also be parameters or an optimizer state. For any other tree, no plan is known, and both results are empty.
+    also be parameters, an optimizer state, or a tree of both. Leaves without a known plan are left out.
     """
     if isinstance(plan := getattr(state, "plan", None), ShardingPlan):
         return of_plan(plan, params=".params", opt_state=".opt_state")
@@ -267,10 +269,19 @@ def plan_and_data(state: Any, tx: Any = None) -> tuple[Planned, tuple[str, ...]]
     if tx is None:
         return {}, ()
     keyed = jax.tree_util.tree_leaves_with_path(state, is_leaf=is_stored_node)
-    paths = [jax.tree_util.keystr(path) for path, _ in keyed]
-    for plan in config.plans.values():
-        if paths and as_planned(plan, state) is not state and paths == [leaf.path for leaf in plan.state]:
-            return of_plan(plan, opt_state="")
+    whole, names = [jax.tree_util.keystr(path) for path, _ in keyed], [path_of(path) for path, _ in keyed]
+    by_index = lambda leaves, indices: dict(zip([whole[i] for i in indices], leaves.values(), strict=True))
+    nodes = [x for _, x in keyed]
+    if one := only_model(models_in(config, names, nodes, is_stored_node)[0]):
+        leaves, data = of_plan(one.plan, params="params", opt_state="opt_state")
+        return by_index(leaves, [*one.params, *one.opt_state]), data
+    trees = [(plan, state_shapes(config, plan)) for plan in config.plans.values() if plan.state]
+    if states := [(plan, found) for plan, tree in trees for _, found in parts_like(names, tree, is_stored_node)]:
+        planned: Planned = {}
+        for plan, indices in states:
+            if [nodes[i].shape for i in indices] == [leaf.storage_shape for leaf in plan.state]:
+                planned = by_index(of_plan(plan, opt_state="")[0], indices) | planned
+        return planned, config.data.batch  # planned as parameters, the other leaves would look wrong
     return of_plan(make_plan(config, state), params="")
 
 

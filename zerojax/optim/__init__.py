@@ -16,6 +16,7 @@ The other files are loaded when an option or an update needs them:
 - `partition` chooses the state to offload, and divides the update into groups, which `zerojax.streaming` runs.
 - `master_weights` keeps wide copies of narrow parameters in the state.
 - `returned_state` and `logical_state` convert the state for use outside of a step.
+- `in_trees` finds parameters and their state in the tree of a hand-written loop, for reports and checkpoints.
 - `description` describes the transformation in a checkpoint. `mismatch` explains why a state does not fit a step.
 
 A group is always a part of an update: parameters and state leaves that are computed together.
