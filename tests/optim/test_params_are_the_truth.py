@@ -219,6 +219,20 @@ WAYS = {
 }
 
 
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_weights_and_export_work_on_an_explicit_mesh(stage, tmp_path):
+    tx = made(stage, mesh=mesh_of(8, kind=jax.sharding.AxisType.Explicit))
+    state = tx.create(tx.shard(PARAMS))
+    found = {"eager": tx.weights, "jitted": jax.jit(tx.weights)}
+    for name, weights in found.items():
+        got = weights(state.params, state.opt_state)
+        assert_same(jax.device_get(tx.unshard(got)), jax.device_get(PARAMS), name)
+    export(state, tmp_path)
+    assert_same(
+        jax.device_get(tx.unshard(import_params(tmp_path, state.params))), jax.device_get(tx.unshard(state.params))
+    )
+
+
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_no_documented_way_rounds_weights_before_master_weights_are_made(stage, tmp_path):

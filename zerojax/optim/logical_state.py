@@ -12,7 +12,7 @@ file finds them for checkpoints, exports, `reshard` and `ZeroTransformation.weig
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -180,13 +180,14 @@ def split_masters(plan: ShardingPlan, opt_state: PyTree) -> tuple[PyTree, dict[i
 
 
 def current_masters(
-    plan: ShardingPlan, params: PyTree, opt_state: PyTree, *, compare: bool = True
+    plan: ShardingPlan, params: PyTree, opt_state: PyTree, *, compare: bool = True, mesh: Mesh | None = None
 ) -> dict[int, tuple[Leaf, Any]]:
     """Return the layout and array of the current master weights, by parameter index.
 
     With `compare`, wait for the devices to find out which parameters a program changed. Return new arrays on devices
     for these parameters, and the stored arrays, even offloaded ones, for all others. Without `compare`, do not wait,
     and return new arrays for all master weights. If any leaf is a shape, return the leaves of `opt_state` unchanged.
+    Under `jax.jit`, `mesh` must be the caller's mesh.
     """
     _, masters = split_masters(plan, opt_state)
     leaves = leaves_of(params)
@@ -194,21 +195,23 @@ def current_masters(
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in arrays):
         return masters
 
-    def current(some: Sequence[int]) -> dict[int, Array]:
-        pairs = {i: (on_device(masters[i][1]), on_device(leaves[i])) for i in some}
+    def current(stored: dict[int, tuple[Any, Any]]) -> dict[int, Array]:
+        pairs = {i: (on_device(master), on_device(param)) for i, (master, param) in stored.items()}
         layouts = lambda: tuple((masters[i][0], plan.layout.params[i]) for i in pairs)
-        mesh = mesh_of(next(iter(pairs.values()))[0])
+        auto = mesh_of(next(iter(pairs.values()))[0])
         if compare:
-            wait_if_simulated(mesh, pairs)
-            same = jax.device_get(of_pairs(mesh, layouts(), compare=True)(list(pairs.values())))
+            wait_if_simulated(auto, pairs)
+            same = jax.device_get(of_pairs(auto, layouts(), compare=True)(list(pairs.values())))
             pairs = {i: pair for (i, pair), on in zip(pairs.items(), same, strict=True) if not on}
-        new = of_pairs(mesh, layouts(), compare=False)(list(pairs.values())) if pairs else ()
+        new = of_pairs(auto, layouts(), compare=False)(list(pairs.values())) if pairs else ()
         return dict(zip(pairs, new, strict=True))
 
+    specs = {i: leaf.spec for i, (leaf, _) in masters.items()}
     # Offloaded leaves are loaded one at a time, because device memory may be too small for all of them.
     alone = [i for i, (_, x) in masters.items() if is_chunked(x) or is_chunked(leaves[i])]
     for some in filter(None, ([i for i in masters if i not in alone], *([i] for i in alone))):
-        found = on_auto_mesh(None, lambda _, some=some: current(some), arrays)
+        stored = {i: (masters[i][1], leaves[i]) for i in some}
+        found = on_auto_mesh(mesh, current, stored, shardings=lambda new: {i: specs[i] for i in new})
         masters |= {i: (masters[i][0], x) for i, x in found.items()}
     return masters
 
@@ -223,7 +226,7 @@ def weights(config: Config, params: PyTree, opt_state: PyTree) -> Any:
     if len(leaves) == plan.state_def.num_leaves:  # the variables in nnx.Optimizer's state are other nodes
         opt_state = jax.tree.unflatten(plan.state_def, leaves)
     check_state(plan, opt_state, may_be_wider=not plan.offloaded)
-    masters = current_masters(plan, params, opt_state, compare=False)
+    masters = current_masters(plan, params, opt_state, compare=False, mesh=config.user_mesh)
     arrays = [on_device(masters[i][1]) if i in masters else None for i in plan.layout.trained]
     return with_new(config, plan, arrays, params)
 
