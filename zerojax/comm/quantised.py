@@ -28,7 +28,7 @@ INTEGER_LIMITS = {"int4": 7, "int8": 127}
 
 @dataclasses.dataclass(frozen=True)
 class Codec:
-    """Encode blocks of elements. A block's scale maps its largest magnitude to the largest number of the format.
+    """Encode blocks of elements. The scale maps a block's largest magnitude to the largest number of the format.
 
     The error of an element has these bounds, where `max` is the largest magnitude in the element's block:
 

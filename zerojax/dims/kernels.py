@@ -59,7 +59,7 @@ def _have_rows(dims: Sequence[int | None], row_dims: Sequence[RowDims]) -> bool:
 def _divided_dim(mapping: Any, axis: int, programs: int) -> Any:
     """Return the dim of an array along which program i uses block i. The programs are counted along the grid's `axis`.
 
-    Return None if the blocks do not depend on i. Return "mixed" if a program uses another block than number i, or if
+    Return None if the blocks do not depend on i. Return "mixed" if program i uses a block other than block i, or if
     the blocks do not fill the dim exactly.
     """
     jaxpr, _ = compat.opened(mapping.index_map_jaxpr)

@@ -116,8 +116,8 @@ def gather_groups(segments: Sequence[Segment], limit: int) -> list[int]:
     """Divide segments into groups that share a gather. Return the number of each segment's group.
 
     `segments` are in the order in which they gather. Consecutive blocks are one group if together they gather at most
-    `limit` bytes, or no more bytes than the largest of these blocks alone (because the blocks read the same
-    parameters). A loop is a group by itself, and so is a segment that gathers for several later segments.
+    `limit` bytes. Blocks that read the same parameters are also one group if together they gather no more bytes than
+    the largest of them. A loop is a group by itself, and so is a segment that gathers for several later segments.
     """
     groups: list[int] = []
     held: dict | None = None  # the bytes of what the last group gathers; None if the group takes no more blocks

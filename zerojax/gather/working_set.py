@@ -129,7 +129,7 @@ def _reads_row(eqn: Any, place: int, in_loop: bool) -> bool:
 
 
 def _kept(segment: Segment, param: ShardedParam, var: Any) -> Any:
-    """Return the elementwise change of a parameter that is kept for the backward pass like an activation, or None."""
+    """Return the variable of an elementwise change of a parameter, if the backward pass keeps its value, or None."""
     if len(param.leaf.shape) < 2:
         return None
     params = set(segment.jaxpr.invars[: len(segment.params)])
