@@ -148,6 +148,14 @@ def test_a_top_leaf_named_step_is_the_step(tmp_path):
     assert saved(tmp_path, tree, tx=tx).latest() == 4
 
 
+def test_a_checkpoint_without_a_loss_scale_keeps_that_of_a_live_state(tmp_path):
+    tx = transformation(3, 8)
+    like = transformation(1, 3, precision=Precision(compute=jnp.float16, loss_scale="dynamic")).create(PARAMS)
+    restored = saved(tmp_path, of_pair(tx)[0][:2], step=3, tx=tx).restore(like).state
+    assert (int(restored.step), float(restored.scaling.scale)) == (3, float(like.scaling.scale))
+    assert restored.scaling.scale is not like.scaling.scale
+
+
 def test_trees_whose_layout_is_not_known_are_refused(tmp_path):
     tx, other = transformation(3, 8), transformation(3, 8)
     params, theirs = tx.shard(PARAMS), other.shard({"x": jnp.ones((7, 3))})
@@ -159,6 +167,7 @@ def test_trees_whose_layout_is_not_known_are_refused(tmp_path):
         (pair, other, ValueError, "no parameters with an optimizer state of this transformation"),
         ((PARAMS, pair[1]), tx, ValueError, r"0/v is stored with shape \(11, 5\), and the plan has \(16, 5\)"),
         ((*pair, params), tx, ValueError, "Several parts.*: 0 with 1, 2 with 1"),
+        ({"params": PARAMS, "average": params, "state": pair[1]}, tx, ValueError, r"params/v is stored .*\(11, 5\)"),
         ({"a": pair, "b": pair}, tx, ValueError, "Several parts.*a/0 with a/1"),
         ({"a": pair, "b": second}, tx, ValueError, "another sharded optimizer state"),
         ((small.shard(params), pair[1]), tx, ValueError, r"0/v is stored .*\(12, 5\)"),

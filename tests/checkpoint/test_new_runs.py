@@ -68,6 +68,21 @@ def test_new_leaves_keep_their_values_if_asked(a_run, tmp_path, read):
         read(source, tx.shard({"x": jnp.ones(3)}), partial=True)
 
 
+@pytest.mark.parametrize("read", [restore_params, import_params])
+def test_the_weights_of_a_state_keep_new_leaves(a_run, tmp_path, read):
+    tx = transformation(1, 3, Precision.bf16())
+    new = {"w": NEW["w"], "lora": NEW["lora"] + 1 / 3}
+    state, source = tx.create(new), a_run
+    if read is import_params:
+        export({"w": PARAMS["w"]}, source := tmp_path / "file")
+    with pytest.raises(ValueError, match=r"lora.* was not saved.*tx\.weights\(state\.params, state\.opt_state\)"):
+        read(source, state, partial=True)
+    with pytest.warns(UserWarning, match=r"params\['lora'\]"):
+        found = logical(read(source, tx.weights(state.params, state.opt_state), partial=True))
+    assert np.array_equal(found["w"], PARAMS["w"])
+    assert np.array_equal(found["lora"], new["lora"])
+
+
 def test_a_mapping_need_not_name_new_leaves(tmp_path):
     export({"a.weight": PARAMS["w"], "a.bias": PARAMS["b"]}, tmp_path / "file")
     mapping = {"a.weight": "w", "a.bias": "b"}

@@ -54,7 +54,8 @@ def import_params(
         partial: Allow leaves of `like` for which the files have no tensor, such as LoRA factors or a new head. They
             keep the values that they have in `like`. A function of a leaf's path, such as `lambda path: "lora" in
             path`, returns which leaves these are. True allows any leaf that the mapping does not name (without a
-            mapping, any leaf), and a warning names these leaves.
+            mapping, any leaf), and a warning names these leaves. A state has no values here: give
+            `tx.weights(state.params, state.opt_state)`.
 
     Returns:
         Parameters in the layout of `like`. For a state, they have the types of its master weights, as `tx.create`
@@ -131,7 +132,8 @@ def restore_params(
         like: As for `import_params`, with shardings.
         step: The step to read; None reads the newest step.
         partial: Allow parameters that only `like` or only the checkpoint has, or that have different shapes, such as
-            LoRA factors or a new head. Such parameters of `like` keep their values, and a warning names them.
+            LoRA factors or a new head. Such parameters of `like`, which are not a state, keep their values, and a
+            warning names them.
 
     Returns:
         Parameters in the layout of `like`, as from `import_params`, for `tx.create` or `tx.init`.

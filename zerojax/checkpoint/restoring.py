@@ -108,7 +108,8 @@ def read_state(
     restored |= read_leaves(folder, matched.pairs)
     for name in leaves.keys() - wanted.keys():
         x, value = leaves[name].array, {"step": manifest.step, "scaling.scale": 1}.get(name, 0)
-        restored[name] = jnp.full(x.shape, value, x.dtype, device=x.sharding)
+        keeps = name == "scaling.scale" and not are_shapes(x)
+        restored[name] = jnp.copy(x) if keeps else jnp.full(x.shape, value, x.dtype, device=x.sharding)
     return with_leaves(like, restored), matched
 
 
@@ -118,7 +119,8 @@ def copies_of(nodes: Mapping[str, Any]) -> dict[str, Any]:
         if are_shapes(x):
             raise ValueError(
                 f"{name} was not saved, and like= has only its shape. Give live arrays to keep its value: those of "
-                f"tx.init_params(init, key), or tx.create of them."
+                f"tx.init_params(init, key), or tx.create of them. Of a state, restore_params and import_params take "
+                f"only the shapes: give them tx.weights(state.params, state.opt_state)."
             )
     return {name: kept(x) if is_chunked(x) else jax.tree.map(jnp.copy, x) for name, x in nodes.items()}
 

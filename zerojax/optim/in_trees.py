@@ -40,7 +40,8 @@ def models_in(
         is_leaf: The predicate of nodes that was used to flatten the tree.
     """
     found: dict[frozenset[int], Found] = {}
-    problem = f"no leaves of it have the paths of both: {', '.join(paths[:NAMED])}, ..."
+    is_named = lambda root: root.rpartition("/")[2] == "params"
+    unplaced, problem = "", f"no leaves of it have the paths of both: {', '.join(paths[:NAMED])}, ..."
     for plan in config.plans.values():  # the plan of `init` comes before those of updates, which may know less
         trees = plan.layout.treedef.unflatten(plan.layout.params), state_shapes(config, plan)
         shapes = [(x.shape, getattr(x, "storage_shape", x.shape)) for x in jax.tree.leaves(trees, is_leaf)]
@@ -53,10 +54,14 @@ def models_in(
             if differ := [k for k, shape in enumerate(shapes) if stored[k] != shape]:
                 k = differ[0]
                 problem = f"{paths[indices[k]]} is stored with shape {stored[k][1]}, and the plan has {shapes[k][1]}"
+                unplaced = unplaced or (problem if is_named(root) else "")
             else:
                 found.setdefault(frozenset(indices), Found(plan, params, state, root, other))
     # A plan of a part of the parameters also fits.
-    return [one for indices, one in found.items() if not any(indices < other for other in found)], problem
+    largest = [one for indices, one in found.items() if not any(indices < other for other in found)]
+    if unplaced and not any(is_named(one.root) for one in largest):  # another part would be an average of `params`
+        return [], unplaced
+    return largest, problem
 
 
 def only_model(found: Sequence[Found]) -> Found | None:
