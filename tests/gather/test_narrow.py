@@ -156,39 +156,13 @@ def penalised(w, x):
     return jnp.mean(jnp.tanh(x @ quantised) ** 2) + 1e-2 * penalty
 
 
-@jax.custom_vjp
-def with_copy(x, w, q):
-    return x @ q.astype(x.dtype)
-
-
-with_copy.defvjp(
-    lambda x, w, q: (with_copy(x, w, q), (x, q)),
-    lambda kept, g: (g @ kept[1].astype(g.dtype).T, kept[0].T @ g, jnp.full_like(kept[1], 0.5)),
-)
-
-
-def copy_with_a_cotangent(w, x):
-    """The weight gets the cotangent of its copy, too."""
-    q = (jnp.clip(w["up"], -0.2, 0.2) / 2).astype(jnp.float8_e4m3fn)
-    return jnp.mean(jnp.tanh(with_copy(x, w["up"], q)) ** 2)
-
-
-@jax.custom_vjp
-def with_scale(w, scale):
-    return jnp.round(w / scale).astype(jnp.int8).astype(w.dtype), 2 * scale
-
-
-with_scale.defvjp(lambda w, scale: (with_scale(w, scale), w), lambda w, g: (g[0] + jnp.where(w > 0, g[1], 0), g[1]))
-
-
-def scale_with_a_cotangent(w, x):
-    """The scale that a quantiser returns does not depend on the weight, but the weight gets its cotangent."""
-    q, scale = with_scale(w["up"], jnp.float32(2**-6))
-    return jnp.mean((x @ (q * scale)) ** 2)
-
-
-UNUSUAL = [copy_with_a_cotangent, scale_with_a_cotangent, in_a_loop_of_microbatches, shared_by_all_iterations]
-UNUSUAL += [quantised_in_all_iterations, written_to_a_ref, penalised]
+UNUSUAL = [
+    in_a_loop_of_microbatches,
+    shared_by_all_iterations,
+    quantised_in_all_iterations,
+    written_to_a_ref,
+    penalised,
+]
 
 
 @pytest.mark.quick(1)

@@ -13,7 +13,7 @@ from jax import lax
 
 from zerojax import Tuning, collectives, zero_shard
 from zerojax.gather.on_parts import Division
-from zerojax.gather.parts import FlatDim
+from zerojax.gather.parts import FlatDim, dims_of
 from zerojax.layout.leaf import is_padded
 
 DEPTH, WIDTH, HIDDEN = 3, 25, 257  # 8 devices divide neither, so every layer has padding
@@ -328,6 +328,34 @@ def test_a_part_of_a_flattened_parameter_is_that_of_one_device(name):
     expected, gradient = jax.value_and_grad(loss)(params, X[:, :4])
     np.testing.assert_allclose(found, expected, rtol=1e-6)  # the devices add up their rows in another order
     assert_gradient(grads, gradient)
+
+
+# A function of an array, its shape and divided dim; then the dim of the result for shards, for shards with flattened
+# arrays, and for layers. None: all devices have the whole result. "-": it cannot be computed on parts.
+DIMS = [
+    (lambda x: x.T, (8, 4), 0, (1, 1, 1)),
+    (lambda x: x[:, :2] + jnp.ones((2, 8, 1)), (8, 4), 0, (1, 1, 1)),
+    (lambda x: x[:3], (8, 4), 0, ("-", "-", "-")),
+    (lambda x: x.reshape(8, 2, 2), (8, 4), 0, (0, 0, 0)),
+    (lambda x: x.reshape(32), (8, 4), 0, ("-", FlatDim(1, 8), "-")),
+    (lambda x: x.reshape(16), (2, 8), 1, ("-", FlatDim(2, 8), "-")),
+    (lambda x: x.reshape(2, 16), (2, 8, 2), 1, ("-", "-", "-")),
+    (lambda x: jnp.tanh(x.reshape(32)).reshape(8, 4), (8, 4), 0, ("-", 0, "-")),
+    (lambda x: x.reshape(32)[:5], (8, 4), 0, ("-", "-", "-")),
+    (lambda x: jnp.tanh(x.sum(0)), (8, 4), 0, (None, None, "-")),
+    (lambda x: x.sum(1), (8, 4), 0, (0, 0, 0)),
+    (lambda x: jnp.sort(x, 1), (8, 4), 0, ("-", "-", 0)),
+    (lambda x: x @ x.T, (8, 4), 0, ("-", "-", "-")),
+    (lambda x: x @ x, (8,), 0, (None, None, "-")),
+    (lambda x: 2 * x, (1, 4), 0, ("-", "-", "-")),
+]
+
+
+@pytest.mark.parametrize(("fn", "shape", "dim", "expected"), DIMS)
+def test_which_values_can_be_computed_on_parts(fn, shape, dim, expected):
+    jaxpr = jax.make_jaxpr(fn)(jnp.ones(shape)).jaxpr
+    found = [dims_of(jaxpr, {jaxpr.invars[0]: dim}, **on) for on in ({}, {"flattens": True}, {"layers": True})]
+    assert tuple(dims.get(jaxpr.outvars[0], "-") for dims in found) == expected
 
 
 @pytest.mark.parametrize("dim", [1, FlatDim(2, 5)])
