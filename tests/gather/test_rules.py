@@ -293,12 +293,3 @@ def test_an_equation_without_results_may_read_a_parameter():
         return jnp.sum(x @ w)
 
     assert taken(lambda: program_of(loss, W), "use") == ["debug_callback", "dot_general"]
-
-
-def test_networks_that_are_called_twice_are_merged_before_the_loss_is_divided():
-    def loss(w, v, x):
-        out = [jnp.tanh(jnp.tanh(x @ w) @ v) for _ in range(2)]
-        return out[0].mean() + lax.stop_gradient(out[1]).std()
-
-    found = [primitives(segment) for segment in program_of(loss, W, W).segments if segment.params]
-    assert found == [["dot_general"]] * 2
