@@ -58,7 +58,8 @@ def main() -> None:
         precision=Precision.bf16(keep=lambda path, leaf: "RMSNorm" in path),
         trainable=(lambda path, leaf: "lora" in path) if args.rank else None,
     )
-    state = tx.create(import_params(args.base, tx.init_params(init), partial=True))  # adapters are not in the base
+    params = import_params(args.base, tx.init_params(init), partial=lambda path: "lora" in path)
+    state = tx.create(params)
     step = tx.train_step(loss, accumulate=args.accumulate, max_skips=10)
     evaluate = tx.eval_step(loss)
     generate = with_adapters(generator(tx, model, 80), args.rank)
@@ -94,7 +95,7 @@ def main() -> None:
         best = checkpoints.restore(state, step=checkpoints.best())
     print(f"Best: step {best.step}, {bits(evaluate(best.state.params, held_out)):.3f} bits per byte")
     if not (tuned := args.out / f"tuned_{best.step}").exists():
-        export(merged(tx.weights(best.state.params, best.state.opt_state)), tuned)
+        export(merged(tx.weights(best.state.params, best.state.opt_state), mesh), tuned)
     print(f"Its parameters, with merged adapters: {tuned}")
 
 
@@ -121,13 +122,15 @@ def with_adapters(call: Callable, rank: int) -> Callable:
     return adapted if rank else call
 
 
-@jax.jit
-def merged(params: Any) -> Any:
+@functools.partial(jax.jit, static_argnums=1)
+def merged(params: Any, mesh: jax.sharding.Mesh) -> Any:
     """Add the product of its adapters to each kernel, and return parameters of the model without adapters."""
     flat: Any = flatten_dict(zerojax.logical(params))
-    for (*layer, name), a in list(flat.items()):
+    replicated = jax.NamedSharding(mesh, jax.P())  # on Explicit axes, a product of two sharded matrices is an error
+    for *layer, name in list(flat):
         if name == "lora_a":
-            kernel, b = (*layer, "kernel"), flat[(*layer, "lora_b")]
+            kernel = (*layer, "kernel")
+            a, b = (jax.device_put(flat[(*layer, x)], replicated) for x in ("lora_a", "lora_b"))
             flat[kernel] += (a @ b).reshape(flat[kernel].shape)  # of all layers of a scan
     return unflatten_dict({path: x for path, x in flat.items() if "lora" not in path[-1]})
 

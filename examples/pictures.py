@@ -3,11 +3,6 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
-
-import matplotlib.pyplot as plt
 from memory import PARTS, Memory
 from rich.console import Console
 from rich.progress import (
@@ -83,7 +78,7 @@ def show_memory(memory: Sequence[Memory], *, trained: int, devices: int, mixed: 
 
 def draw_memory(memory: Sequence[Memory], path: Path, *, devices: int) -> None:
     """Stack the measured bytes by part, one bar per stage, with a tick at the formula's total."""
-    figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
+    figure, axes = new_axes()
     stages = range(len(memory))
     base = [0.0] * len(memory)
     for part, name in PARTS.items():
@@ -100,7 +95,7 @@ def draw_memory(memory: Sequence[Memory], path: Path, *, devices: int) -> None:
 
 def draw_loss(train: dict[int, float], held_out: dict[int, float], path: Path) -> None:
     """Draw bits per byte by step: every batch (faint), the running mean, and the held-out text."""
-    figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
+    figure, axes = new_axes()
     steps, losses = list(train.keys()), list(train.values())
     axes.plot(steps, losses, color=COLORS["params"], alpha=0.25, linewidth=0.8)
     axes.plot(steps, running_mean(losses), color=COLORS["params"], label="training batches")
@@ -120,8 +115,14 @@ def running_mean(values: Sequence[float], keep: float = 0.95) -> list[float]:
     return smooth
 
 
+def new_axes() -> tuple:
+    from matplotlib.figure import Figure  # only here, because train_gpt.py also trains without matplotlib
+
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    return figure, figure.subplots()
+
+
 def finish(figure, axes, path: Path) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
     figure.savefig(path, dpi=150)
-    plt.close(figure)

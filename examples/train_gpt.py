@@ -94,10 +94,14 @@ def main() -> None:
     memory = [stage_memory(shard(stage), shapes, accumulate=args.accumulate) for stage in (0, 1, 2, 3)]
     memory[args.stage].found.update(report(state).bytes)
     show_memory(memory, trained=args.stage, devices=mesh.size, mixed=args.precision != "fp32")
-    draw_memory(memory, args.out / "memory.png", devices=mesh.size)
-    draw_loss(curve.train, curve.held_out, args.out / "loss.png")
+    pictures = f"Pictures: {args.out}/loss.png, memory.png"
+    try:
+        draw_memory(memory, args.out / "memory.png", devices=mesh.size)
+        draw_loss(curve.train, curve.held_out, args.out / "loss.png")
+    except ModuleNotFoundError:
+        pictures = "No pictures, because matplotlib is not installed"
     print(f"It writes:\n{written(tx, model, state, 'def ', SAMPLE_BYTES)}\n")
-    print(f"Held out: {curve.held_out[args.steps]:.3f} bits per byte. Pictures: {args.out}/loss.png, memory.png")
+    print(f"Held out: {curve.held_out[args.steps]:.3f} bits per byte. {pictures}")
 
 
 def make_step() -> tuple:

@@ -205,8 +205,8 @@ def test_only_adapters_move_and_they_can_be_merged(mesh, tmp_path):
         trainable=lambda path, leaf: "lora" in path,
     )
     export(base, tmp_path / "base")
-    with pytest.warns(UserWarning, match="lora_a"):
-        params = import_params(tmp_path / "base", tx.init_params(with_adapters(init, RANK)), partial=True)
+    is_new = lambda path: "lora" in path
+    params = import_params(tmp_path / "base", tx.init_params(with_adapters(init, RANK)), partial=is_new)
     state = tx.create(params)
     adapters, _ = adapters_of(tx.unshard(state.params))
     assert {path.split("/")[-2] for path in adapters} == {"query", "key", "value", "out", "up", "down"}
@@ -222,8 +222,27 @@ def test_only_adapters_move_and_they_can_be_merged(mesh, tmp_path):
         assert not np.array_equal(x, moved[path]), path
     for path, x in adapters_of(base)[1].items():
         np.testing.assert_array_equal(x, frozen[path], err_msg=path)
-    without = float(plain(jax.device_get(merged(state.params)), windows))
+    without = float(plain(jax.device_get(merged(state.params, mesh)), windows))
     assert without == pytest.approx(float(step(state, windows)[1]["loss"]), rel=1e-5)
+
+
+@pytest.mark.parametrize("axis", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
+def test_sharded_adapters_are_merged_on_any_mesh(axis):
+    draw = np.random.default_rng(0).normal
+    layer = {"kernel": draw(size=(16, 2, 8)), "lora_a": draw(size=(16, 8)), "lora_b": draw(size=(8, 16))}
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(axis,))
+    tx = zero_shard(optax.sgd(0.1), stage=3, mesh=mesh, tuning=Tuning(persist_below=0))
+    params = tx.shard({"up": jax.tree.map(jnp.float32, layer)})
+    assert not any(x.is_fully_replicated for x in jax.tree.leaves(params))
+    kernel = merged(params, mesh)["up"]["kernel"]
+    expected = layer["kernel"] + (layer["lora_a"] @ layer["lora_b"]).reshape(16, 2, 8)
+    np.testing.assert_allclose(kernel, expected, rtol=1e-5, atol=1e-5)  # float32, and sums of 8 products
+    assert not kernel.is_fully_replicated
+
+
+def test_fine_tuning_needs_no_matplotlib():
+    without = "import sys; sys.modules['matplotlib'] = None; import finetune"
+    subprocess.run([sys.executable, "-c", without], cwd=EXAMPLES, check=True, timeout=300)
 
 
 def test_no_paragraph_of_the_prose_is_both_learnt_and_held_out():
