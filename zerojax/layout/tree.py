@@ -315,7 +315,9 @@ def like_parameter(path: str, x, grad: Leaf, may_be_flat: bool) -> Leaf | None:
         return None
     leaf = dataclasses.replace(grad, path=path, shape=tuple(x.shape), dtype=x.dtype)
     if grad.kind == "flat" and (lead or not may_be_flat):
-        return dataclasses.replace(leaf, kind="replicated", reason=f"{grad.reason}; its update is not elementwise")
+        return dataclasses.replace(
+            leaf, kind="replicated", reason=f"{grad.reason}; its update depends on other elements or the shape"
+        )
     if not lead:
         return leaf
     dim = None if grad.dim is None else grad.dim + lead

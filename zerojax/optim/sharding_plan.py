@@ -125,7 +125,9 @@ def plan_of_layout(config: Config, layout: Layout) -> ShardingPlan:
     param_of = params_of_state(state, trained)
     flat = elementwise_leaves(tx, trained, state, param_of)
     grads = tuple(
-        dataclasses.replace(leaf, kind="replicated", reason=f"{leaf.reason}; its update is not elementwise")
+        dataclasses.replace(
+            leaf, kind="replicated", reason=f"{leaf.reason}; its update depends on other elements or the shape"
+        )
         if leaf.kind == "flat" and i not in flat
         else leaf
         for i, leaf in enumerate(trained.grads)
