@@ -157,16 +157,19 @@ def test_an_assignment_that_would_be_lost_is_refused():
         zerojax.flax_nnx.value_and_grad(tx, assigns)(model, nnx.Rngs(0))
 
 
+def of_arrays(tx, params):
+    return tx.value_and_grad(lambda model, x: jnp.mean(model(x)))(params, BATCH["x"])
+
+
 @pytest.mark.parametrize(
     ("call", "remedy"),
     [
         (lambda tx, model: zerojax.flax_nnx.value_and_grad(loss_fn, tx), r"value_and_grad\(tx, loss_fn\) .* Swap"),
         (lambda tx, model: zerojax.flax_nnx.shard_module(tx, model), r"shard_module\(module, tx\) .* Swap"),
-        (
-            lambda tx, model: zerojax.flax_nnx.init_module(tx, Model, 0),
-            r"a ModuleMeta as tx.* Swap",
-        ),
+        (lambda tx, model: zerojax.flax_nnx.init_module(tx, Model, 0), r"a ModuleMeta as tx.* Swap"),
         (lambda tx, model: zerojax.flax_nnx.shard_module(model, tx.config.tx), r"Pass tx = zero_shard\(\.\.\.\) as tx"),
+        (lambda tx, model: of_arrays(tx, nnx.Dropout(0.1, rngs=nnx.Rngs(0))), r"module of NNX, use zerojax\.flax_nnx"),
+        (lambda tx, model: of_arrays(tx, nnx.state(model, nnx.Param)), r"parameters, but a State .* nnx\.merge"),
     ],
 )
 def test_a_mistaken_call_says_which_to_make(call, remedy):

@@ -179,3 +179,13 @@ def check_mutable(new: PyTree, old: PyTree) -> None:
                 f"mutable{jax.tree_util.keystr(path)} comes back as {jnp.result_type(x)}{list(jnp.shape(x))}, and was "
                 f"given as {jnp.result_type(before)}{list(jnp.shape(before))}. Return the same shape and type."
             )
+
+
+def check_called(params: PyTree, error: TypeError) -> None:
+    """Raise a better TypeError if `error` says that a loss calls its parameters as if they were a model."""
+    kind = type(params).__name__
+    if str(error) == f"{kind!r} object is not callable":
+        raise TypeError(
+            f"The loss calls its parameters, but a {kind} is not a model. Call the model on it: model.apply(params, x) "
+            "or nnx.merge(graphdef, params)(x). For a module of NNX, use zerojax.flax_nnx.value_and_grad(tx, loss_fn)."
+        ) from error

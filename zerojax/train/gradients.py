@@ -53,8 +53,9 @@ def check_trained(layout: Layout) -> None:
     for leaf in (layout.params[i] for i in layout.trained):
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             raise TypeError(
-                f"params{leaf.path} is {leaf.dtype}, a PRNG key, which cannot be trained. Pass it as an argument of "
-                "the loss, or freeze it: trainable=lambda path, x: not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)."
+                f"params{leaf.path} is {leaf.dtype}, a PRNG key, which cannot be trained. For a module of NNX, use "
+                "zerojax.flax_nnx.value_and_grad(tx, loss_fn). Otherwise pass the key as an argument of the loss, or "
+                "freeze it: trainable=lambda path, x: not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)."
             )
         if jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize == 1:
             raise TypeError(

@@ -79,7 +79,13 @@ class Loss:
     def call(self, params: PyTree, mutable: PyTree, batch: PyTree, args: tuple) -> Returned:
         """Call `fn` on logical parameters, and check what it returns. `args` may come from `arguments.packed`."""
         given = (mutable,) if self.mutable else ()
-        value = call_unpacked(self.fn, (params, *given), batch, args)
+        try:
+            value = call_unpacked(self.fn, (params, *given), batch, args)
+        except TypeError as error:
+            from zerojax.train.checked import check_called
+
+            check_called(params, error)
+            raise
         aux = new = None
         if self.has_aux or self.mutable:
             if not (isinstance(value, tuple) and len(value) == len(self.returned(None, None, None))):
