@@ -339,8 +339,7 @@ def is_repeatable(eqn: Any, of_params: Sequence[bool]) -> bool:
         return False
     # A result of at most half the parameter's size (a norm, a row) is stored, which is cheap. Repeated norms would make
     # a penalty on all parameters one segment, which gathers all parameters at once.
-    largest = max((math.prod(atom.aval.shape) for atom in eqn.invars), default=0)
-    return all(2 * math.prod(var.aval.shape) > largest for var in eqn.outvars)
+    return all(2 * math.prod(var.aval.shape) > math.prod(a.aval.shape) for var in eqn.outvars for a in eqn.invars)
 
 
 def _between_refs(jaxpr: Any) -> range:
