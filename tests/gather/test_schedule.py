@@ -10,6 +10,7 @@ from flat_options import tuned
 from jax.extend import core as jex
 
 from zerojax import jaxprs, zero_shard
+from zerojax.gather.schedule import GradScheduler
 
 SIZE, LAYERS = 16, 4
 PARAMS = [jnp.ones((SIZE, SIZE))] * LAYERS
@@ -78,6 +79,13 @@ def test_the_last_gradients_are_reduced_after_those_of_the_block_before():
         if behind & {atom for atom in inner.invars if isinstance(atom, jex.Var)}:
             behind.update(inner.outvars)
     assert behind >= set(reductions[-1].outvars)
+
+
+def test_partial_sums_are_added_up_unless_their_value_is_summed_later():
+    a, b, c = jax.make_jaxpr(lambda *values: values)(*jnp.ones((3, 5))).jaxpr.invars
+    grads = GradScheduler({}, None, frozenset(), {a})
+    grads.add_others([a, b, c], [jnp.ones((2, 5)), jnp.ones((2, 5)), jnp.ones(5)])
+    assert [grads.cotangents[v].shape for v in (a, b, c)] == [(2, 5), (5,), (5,)]
 
 
 # Branches that do not wait for one another: their parameters are gathered one after the other all the same.
