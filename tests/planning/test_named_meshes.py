@@ -9,6 +9,7 @@ import optax
 import pytest
 from absent_gpus import aot
 from conftest import mesh_of
+from flax import nnx
 from jax._src.cudnn import fused_attention_stablehlo as attention_of_cudnn
 from jax.experimental import pallas as pl
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
@@ -215,3 +216,36 @@ def test_a_function_with_zerojax_inside_is_planned_on_an_absent_mesh():
     assert "all-gather" in {c.kind for c in found.collectives}
     with pytest.raises(ValueError, match=r"on a mesh \{'data': 4\}, and 'h200:8' has 8 devices.*count=8"):
         plan(*made(mesh_of(4)), topology="h200:8")
+
+
+@aot
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_a_hand_written_loop_is_planned_on_its_own_mesh(kind):
+    """Its transformation follows the arguments to the GPUs, and the loop still runs on the devices of this machine."""
+    tx = zero_shard(optax.adam(1e-3), stage=3, mesh=mesh_of(8, kind=kind), tuning=Tuning(persist_below=0))
+    differentiate, loss = tx.value_and_grad(loss_of(jnp.tanh)), loss_of(jnp.tanh)
+
+    @jax.jit
+    def step(state, batch):
+        params, opt_state = state
+        loss, grads = differentiate(params, batch)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), loss
+
+    params = tx.shard([jnp.ones((WIDTH, WIDTH))] * 2)
+    state, batch = (params, tx.init(params)), jnp.ones((32, WIDTH))
+    before = step(state, batch)
+    found = plan(step, state, batch, topology="h100:8")
+    assert found.sent == pytest.approx(
+        plan(tx.train_step(loss), tx.create(params), batch, topology="h100:8").sent, rel=0.1
+    )
+    jax.tree.map(np.testing.assert_array_equal, before, step(state, batch))
+    tail = jax.device_put(jnp.ones((32, WIDTH)), NamedSharding(tx.config.mesh, PartitionSpec(None, "data")))
+    assert plan(jax.jit(lambda state, batch: batch + 1), (), tail, topology="h100:8").memory["batch"] == 32 * 2 * 4
+
+
+@aot
+def test_a_jit_of_modules_is_refused_with_what_works():
+    model = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0))
+    with pytest.raises(TypeError, match=r"not JitWrapped.*nnx.split\(\(model, optimizer\)\)"):
+        plan(nnx.jit(lambda model, batch: model(batch)), model, jnp.ones((8, WIDTH)), topology="h100:1")

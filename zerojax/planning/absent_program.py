@@ -41,6 +41,7 @@ from zerojax.train.fitting import devices_of_a_block
 from zerojax.train.loss import Loss
 from zerojax.train.state import ZeroState
 from zerojax.train.step import Step
+from zerojax.train.tree_api import PLANNED
 from zerojax.units import format_bytes
 from zerojax.zero import ZeroTransformation
 
@@ -153,10 +154,13 @@ def pinning_note(needed: int) -> tuple[str, ...]:
 
 def program_of_function(f: Any, state: Any, batch: Any, args: tuple, topology: str) -> AbsentProgram:
     """Return the `AbsentProgram` of the jitted `f` for `topology`. The arguments keep their `PartitionSpec`s."""
+    unplanned = TypeError(
+        f"plan takes a step of tx.train_step or a function of jax.jit, not {type(f).__name__}. Give jax.jit(f). Such "
+        f"a function takes modules of NNX apart: give it the state of graphdef, state = nnx.split((model, optimizer)), "
+        f"merge it there with nnx.merge(graphdef, state), and return nnx.state((model, optimizer))."
+    )
     if not callable(getattr(f, "trace", None)):
-        raise TypeError(
-            f"plan takes a step of tx.train_step or a jitted function, not {type(f).__name__}. Give jax.jit(f)."
-        )
+        raise unplanned
     shardings = filter(None, map(named_sharding, jax.tree.leaves((state, batch, args))))
     meshes = {sharding.mesh for sharding in shardings}
     if len({mesh.shape_tuple for mesh in meshes}) > 1:
@@ -177,9 +181,16 @@ def program_of_function(f: Any, state: Any, batch: Any, args: tuple, topology: s
     placed = functools.partial(on_mesh, mesh)
 
     def compile_function(batch: Any) -> CompiledStep:
-        with kernels_for(mesh), contextlib.nullcontext() if context.empty else jax.set_mesh(mesh):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(kernels_for(mesh))
+            if not context.empty:
+                stack.enter_context(jax.set_mesh(mesh))
+            stack.callback(PLANNED.reset, PLANNED.set(mesh))
             try:
-                lowering = lowered(f.trace(placed(state), placed(batch), *placed(args)), mesh)
+                traced = f.trace(placed(state), placed(batch), *placed(args))
+                if not isinstance(traced, jax.stages.Traced):  # of nnx.jit
+                    raise unplanned
+                lowering = lowered(traced, mesh)
             except ValueError as error:
                 error.add_note(
                     "If the function names a mesh in in_shardings= or out_shardings=, leave them out: its arguments "
@@ -189,7 +200,7 @@ def program_of_function(f: Any, state: Any, batch: Any, args: tuple, topology: s
             return CompiledStep(lowering.compile())
 
     sharded = filter(None, map(named_sharding, jax.tree.leaves(batch)))
-    shards = (math.prod(mesh.shape[axis] for axis in axes_of([sharding.spec[:1]])) for sharding in sharded)
+    shards = (math.prod(mesh.shape[axis] for axis in axes_of(sharding.spec[:1])) for sharding in sharded)
     return compile_function, math.lcm(*shards)
 
 
@@ -210,7 +221,8 @@ def check_meshes(traced: Any, mesh: Mesh) -> None:
                 raise ValueError(
                     f"The program names a mesh {which}, and is compiled for "
                     f"{mesh.size} x {mesh.devices.flat[0].device_kind}. Name mesh.abstract_mesh of a mesh of "
-                    f"{mesh.size} devices, or make the loss and zero_shard on zerojax.gpus.devices.absent_mesh. "
+                    f"{mesh.size} devices, or make the loss and zero_shard on zerojax.gpus.devices.absent_mesh. In a "
+                    f"jitted function, put the state and the batch on a mesh with the axes of zero_shard's mesh. "
                     f"plan.fit computes the rows of one device: give it the loss without the mesh."
                 )
 

@@ -7,6 +7,7 @@ replicated. A training step keeps them sharded.
 
 from __future__ import annotations
 
+import contextvars
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -16,6 +17,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from zerojax.comm.mesh import auto_context, constrain, on_auto_mesh, replicated, row_shardings, to_explicit, with_types
 from zerojax.compat import common_dtype
@@ -65,6 +67,18 @@ from zerojax.train.step_program import loss_and_grads
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Shaped
+
+
+# The mesh of absent GPUs for which `zerojax.plan` traces a jitted function, or None.
+PLANNED: contextvars.ContextVar[Mesh | None] = contextvars.ContextVar("zerojax_planned_mesh", default=None)
+
+
+def on_planned_mesh(config: Config) -> Config:
+    # JAX does not mix up its traces for both meshes, because the types of arrays name the kind of GPU.
+    mesh, own = PLANNED.get(), config.user_mesh
+    if mesh is None or mesh.shape_tuple != own.shape_tuple:
+        return config
+    return dataclasses.replace(config, user_mesh=Mesh(mesh.devices, own.axis_names, axis_types=own.axis_types))
 
 
 @jax.tree_util.register_dataclass
@@ -134,21 +148,23 @@ class TreeForm:
         return returned, unflatten_params(grads, layout, self.grads, self.forms)
 
 
-def differentiate_tree(config: Config, loss: Loss, *, accumulate: int) -> Callable:
+def differentiate_tree(given: Config, loss: Loss, *, accumulate: int) -> Callable:
     """Return the function that differentiates a loss; see `ZeroTransformation.value_and_grad`."""
 
     @functools.partial(jax.jit, static_argnames="form")
     def value_and_grad_tree(params, mutable, batch, *args, form):
         run = functools.partial(form.differentiate, loss, accumulate)
-        shardings = lambda returned: (row_shardings(config.mesh, config.data, returned[0], batch), form.grad_shardings)
-        return on_auto_mesh(config.user_mesh, run, params, mutable, batch, *with_types(args), shardings=shardings)
+        rows_of = lambda loss: row_shardings(form.config.mesh, form.config.data, loss, batch)
+        shardings = lambda returned: (rows_of(returned[0]), form.grad_shardings)
+        return on_auto_mesh(form.config.user_mesh, run, params, mutable, batch, *with_types(args), shardings=shardings)
 
     checked: list = []  # one entry after the first call with arrays
     what = f"differentiate {getattr(loss.fn, '__name__', 'a loss')}"
-    same = SameCalls(config, what, (loss.has_aux, loss.weighted, loss.mutable, loss.reduction, accumulate))
+    same = SameCalls(given, what, (loss.has_aux, loss.weighted, loss.mutable, loss.reduction, accumulate))
 
     @functools.wraps(loss.fn, assigned=("__name__", "__qualname__", "__module__"), updated=())
     def value_and_grad(params, *args, **keywords):
+        config = on_planned_mesh(given)
         state, batch, rest = separated(args, keywords, mutable=loss.mutable)
         if has_chunked(params):
             raise TypeError(
@@ -304,6 +320,7 @@ def init_shardings(config: Config, plan: ShardingPlan) -> Any:
 
 def update_tree(config: Config, updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
     """Return updates with the structure and shardings of the parameters, and the new optimizer state."""
+    config = on_planned_mesh(config)
     check_context(config)
     like = updates if params is None else params
     number = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
