@@ -92,7 +92,9 @@ def main() -> None:
             if stop:
                 print(f"Stopped after step {i}. The same command goes on from there.")
                 return
-        best = checkpoints.restore(state, step=checkpoints.best())
+        if (best_step := checkpoints.best()) is None:
+            raise SystemExit("The held-out loss was NaN at every evaluation.")
+        best = checkpoints.restore(state, step=best_step)
     print(f"Best: step {best.step}, {bits(evaluate(best.state.params, held_out)):.3f} bits per byte")
     if not (tuned := args.out / f"tuned_{best.step}").exists():
         export(merged(tx.weights(best.state.params, best.state.opt_state), mesh), tuned)

@@ -218,9 +218,7 @@ def test_state_leaves_follow_their_parameter():
     assert like_parameter("h", shape(7, 13), SHARDED, True) is None
     assert like_parameter("h", shape(7), SHARDED, True) is None
     assert like_parameter("h", shape(3), FLAT, True).kind == "flat"
-    assert (
-        like_parameter("h", shape(3), FLAT, False).reason == "small; its update depends on other elements or the shape"
-    )
+    assert like_parameter("h", shape(3), FLAT, False).reason.startswith("small; its update depends on other elements")
     assert like_parameter("h", shape(2, 3), FLAT, True).kind == "replicated"
     small = lay_out([shape(3), shape(3)], policy())
     state = lay_out_state([shape(3), shape(3)], small, param_of=(0, 1), flat=frozenset({0}))

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 UNSAFE = frozenset({"int1", "uint1", "int2", "uint2"})
 REASON = "overwritten with its gradient"
+NOT_FLAT = "its update depends on other elements or the shape"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -315,9 +316,7 @@ def like_parameter(path: str, x, grad: Leaf, may_be_flat: bool) -> Leaf | None:
         return None
     leaf = dataclasses.replace(grad, path=path, shape=tuple(x.shape), dtype=x.dtype)
     if grad.kind == "flat" and (lead or not may_be_flat):
-        return dataclasses.replace(
-            leaf, kind="replicated", reason=f"{grad.reason}; its update depends on other elements or the shape"
-        )
+        return dataclasses.replace(leaf, kind="replicated", reason=f"{grad.reason}; {NOT_FLAT}")
     if not lead:
         return leaf
     dim = None if grad.dim is None else grad.dim + lead

@@ -17,7 +17,7 @@ from zerojax import compat
 from zerojax.comm.mesh import auto_context
 from zerojax.config import Config
 from zerojax.layout.leaf import CachedHash, Leaf
-from zerojax.layout.tree import Layout, lay_out_state, layout_of, params_of_state
+from zerojax.layout.tree import NOT_FLAT, Layout, lay_out_state, layout_of, params_of_state
 from zerojax.optim.elementwise import elementwise_leaves, has_products
 from zerojax.optim.wrapped import (
     NO_MESH,
@@ -125,9 +125,7 @@ def plan_of_layout(config: Config, layout: Layout) -> ShardingPlan:
     param_of = params_of_state(state, trained)
     flat = elementwise_leaves(tx, trained, state, param_of)
     grads = tuple(
-        dataclasses.replace(
-            leaf, kind="replicated", reason=f"{leaf.reason}; its update depends on other elements or the shape"
-        )
+        dataclasses.replace(leaf, kind="replicated", reason=f"{leaf.reason}; {NOT_FLAT}")
         if leaf.kind == "flat" and i not in flat
         else leaf
         for i, leaf in enumerate(trained.grads)
