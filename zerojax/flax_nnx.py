@@ -67,9 +67,9 @@ def shard_module(module: nnx.Module, tx: ZeroTransformation, *, wrt: Any = nnx.P
         module: The module. Its parameters must be logical arrays. A parameter that needs padding in storage becomes a
             `Padded`, which the module's code can use like the logical array.
         tx: A transformation that `zero_shard` returned.
-        wrt: NNX filter that selects the variables to shard. Every device holds all other variables in full. To train a
-            part of the parameters and shard all of them, as for LoRA, leave `wrt` out, and give `zero_shard` a
-            `trainable=` that chooses this part.
+        wrt: NNX filter that selects the variables to shard. From the first step on, every device holds all other
+            variables in full. To train a part of the parameters and shard all of them, as for LoRA, leave `wrt` out,
+            and give `zero_shard` a `trainable=` that chooses this part.
 
     Examples:
         >>> model = Model(rngs=nnx.Rngs(0))
