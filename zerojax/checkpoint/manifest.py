@@ -251,7 +251,10 @@ def existing_step(root: Path, step: int | None, steps: Sequence[int]) -> int:
 
 
 def verified(root: Path, step: int, processes: Processes | None = None) -> Manifest:
-    """Check a checkpoint's files, which `processes` divide (None: all here). Return its manifest, or raise an error."""
+    """Check the files of a checkpoint, and return its manifest. Raise an error if a file is damaged.
+
+    Each of `processes` checks a part of the files. With None, this process checks all of them.
+    """
     folder = root / step_name(step)
     manifest = read_manifest(folder)
     index, count = (0, 1) if processes is None else (processes.index, processes.count)

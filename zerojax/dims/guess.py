@@ -88,8 +88,8 @@ def _of_other_size(place: Place, old: Sequence[int], new: Sequence[int]) -> Iter
 def drawn(jaxpr: Any, given: Sequence[RowDims], found: Mapping[Any, RowDims]) -> frozenset:
     """Return arrays of random numbers whose dim 0 most likely holds rows, because it is as long as a dim with rows.
 
-    An example is the noise from which a generator or a chain of Langevin steps starts. If noise meets values with rows
-    before any matrix product reads the noise, these values show where its rows are, and the result is empty. `given`
+    An example is the noise from which a generator or a chain of Langevin steps starts. Noise is left out if values with
+    rows meet it before any matrix product reads it, because these values already show where its rows are. `given`
     has the row dims of the arguments, and `found` those of all variables.
     """
     sizes = {

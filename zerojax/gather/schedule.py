@@ -247,7 +247,7 @@ class GradScheduler:
                 self.add_input(var, cotangent)
 
     def add_input(self, var: Any, cotangent: jax.Array) -> None:
-        """Add the cotangent of a segment's input. Partial sums are added up first, unless `summed_later` has `var`."""
+        """Accumulate the cotangent of a segment's input, summed over the workers unless `summed_later` has `var`."""
         partial = var not in self.summed_later and cotangent.ndim > var.aval.ndim
         self.add(var, cotangent.sum(0) if partial else cotangent)
 

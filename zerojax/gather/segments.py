@@ -15,8 +15,8 @@ Five words say which values have cotangents:
 live      the variables of a program through which a cotangent flows from the results to an argument that needs one
 moving    the live variables among a segment's inputs; none if no result of the segment is live
 trained   for each parameter of a segment, whether it is moving
-active    the same for the inputs that are not parameters. The fields `active_params`, `active_others` and
-          `active_results` of `Passes` have indices instead.
+active    the same for the other inputs, and for the arguments of the whole program. The fields `active_params`,
+          `active_others` and `active_results` of `Passes` have indices instead.
 wanted    the indices of a segment's results that are live
 """
 

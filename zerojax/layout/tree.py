@@ -15,14 +15,7 @@ import optax
 
 from zerojax.config import Config, LayoutPolicy, path_of
 from zerojax.config.data_mesh import axes_of, in_words
-from zerojax.layout.leaf import (
-    OVERWRITE,
-    CachedHash,
-    Leaf,
-    is_padded,
-    keep_whole,
-    shard_extent,
-)
+from zerojax.layout.leaf import OVERWRITE, CachedHash, Leaf, is_padded, keep_whole, shard_extent
 
 if TYPE_CHECKING:
     from zerojax.config.precision import Precision

@@ -19,14 +19,7 @@ from zerojax.config import Config
 from zerojax.layout.leaf import CachedHash, Leaf
 from zerojax.layout.tree import NOT_FLAT, Layout, lay_out_state, layout_of, params_of_state
 from zerojax.optim.elementwise import elementwise_leaves, has_products
-from zerojax.optim.wrapped import (
-    NO_MESH,
-    FlatUpdate,
-    TransformationError,
-    UpdatedLeaves,
-    guarded,
-    wrapped_tx,
-)
+from zerojax.optim.wrapped import NO_MESH, FlatUpdate, TransformationError, UpdatedLeaves, guarded, wrapped_tx
 from zerojax.placement.storage import leaf_sharding, shapes
 
 if TYPE_CHECKING:
@@ -147,9 +140,10 @@ def plan_of_layout(config: Config, layout: Layout) -> ShardingPlan:
 
 
 def multiplies_matrices(update: FlatUpdate) -> bool:
-    """Return whether an update may multiply sharded matrices, so that owners may compute the products.
+    """Return whether an update may multiply sharded matrices, as Muon does.
 
-    Also return True if the update cannot be traced, because it needs arguments that a step does not give.
+    If so, the owner of each matrix, which is one device or a few, may compute its products. Also return True if the
+    update cannot be traced, because it needs arguments that a step does not give.
     """
     if not update.may_have_owners:
         return False
