@@ -249,3 +249,12 @@ def test_a_jit_of_modules_is_refused_with_what_works():
     model = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0))
     with pytest.raises(TypeError, match=r"not JitWrapped.*nnx.split\(\(model, optimizer\)\)"):
         plan(nnx.jit(lambda model, batch: model(batch)), model, jnp.ones((8, WIDTH)), topology="h100:1")
+
+
+@aot
+def test_no_arrays_are_made_on_absent_gpus():
+    tx = zero_shard(optax.adam(1e-3), stage=3, mesh=absent_mesh("h100:8"))
+    for make in (lambda: tx.init_params(lambda: PARAMS), lambda: tx.init(tx.shard(PARAMS))):
+        with pytest.raises(ValueError, match=r"8 x NVIDIA H100.*8 simulated devices.*tx.create\(jax.eval_shape"):
+            make()
+    assert isinstance(tx.create(PARAMS).params[0], jax.ShapeDtypeStruct)

@@ -105,6 +105,19 @@ def warn_of_misplaced(
         )
 
 
+def check_present(mesh: Mesh) -> None:
+    """Raise a ValueError if arrays cannot be made, because `mesh` has devices that this machine does not have."""
+    device = mesh.devices.flat[0]
+    with contextlib.suppress(RuntimeError):  # of a platform that JAX does not know here
+        if device in jax.devices(device.platform):
+            return
+    raise ValueError(
+        f"Arrays cannot be made on {mesh.size} x {device.device_kind}, which this machine does not have. To plan a "
+        f"jitted function, make tx and arrays on {mesh.size} simulated devices: zerojax.plan moves both to the GPUs. A "
+        f"step of tx.train_step is planned with shapes: tx.create(jax.eval_shape(init, key))."
+    )
+
+
 @contextlib.contextmanager
 def unusable_named(mesh: Mesh | None, *, donates: bool = False, **trees: Any) -> Iterator[None]:
     """Replace JAX's error about an unusable array by an error that names the array.

@@ -19,6 +19,7 @@ from zerojax.layout.tree import Layout, check_experts_named, layout_of
 from zerojax.offload.chunked import Chunked, joined
 from zerojax.optim.sharding_plan import plan_of_layout
 from zerojax.placement import storage
+from zerojax.placement.problems import check_present
 from zerojax.placement.storage import (
     are_shapes,
     cast_params,
@@ -42,6 +43,7 @@ MOST_PROGRAMS = 8
 
 def init_params(config: Config, init_fn: Callable, args: tuple) -> Any:
     """Initialise parameters in storage; see `ZeroTransformation.init_params`. Check that all processes agree."""
+    check_present(config.mesh)
     layout = layout_of(config, jax.eval_shape(init_fn, *args))
     remember_experts(config, layout)
     check_host_room(config, layout)

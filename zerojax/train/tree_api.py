@@ -45,7 +45,7 @@ from zerojax.optim.update import (
     update_shards,
 )
 from zerojax.optim.wrapped import tree_difference
-from zerojax.placement.problems import unusable_named, warn_of_misplaced
+from zerojax.placement.problems import check_present, unusable_named, warn_of_misplaced
 from zerojax.placement.storage import (
     Form,
     cast,
@@ -265,6 +265,7 @@ def check_grads(grads: Any, layout: Layout) -> None:
 
 def create_opt_state(config: Config, params: Any) -> Any:
     """Return the initial optimizer state of the wrapped transformation, sharded for the stage."""
+    check_present(config.mesh)
     plan = make_plan(config, params)
     warn_of_misplaced([("params", params, plan.layout.params)], config.data.batch, at_start=True, stacklevel=3)
     make = lambda params: as_returned(config, plan, init_opt_state(config, plan, storage_of(params, plan.layout)))
