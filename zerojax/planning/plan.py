@@ -65,7 +65,8 @@ class Planner:
 
         Args:
             step: A step of `tx.train_step`, on any mesh. Or a jitted function `f(state, batch, *args)`, whose arguments
-                are on a mesh with the topology's number of devices, and keep their `PartitionSpec`s.
+                are on a mesh with the topology's number of devices, and keep their `PartitionSpec`s. A transformation
+                of `zero_shard` that it calls follows them to the GPUs.
             state: The state, or its shapes. The parameters and optimizer state of a `ZeroState` are sharded again for
                 the GPUs.
             batch: The global batch; shapes are enough. For a step, all leaves have the same number of rows.
