@@ -78,7 +78,7 @@ def at_end(jaxpr, outer: Sequence, *transforms: str) -> Any:
 
 
 def in_scopes(scopes: Sequence, *transforms: str) -> Any:
-    """Enter `scopes`, which are as `scopes_of` returns them, inside the name scopes of JAX's `transforms`."""
+    """Enter the scopes of JAX's `transforms`, such as "jvp", and inside of them `scopes`, made by `scopes_of`."""
     return source_info_util.set_name_stack(_inside(transforms, scopes))
 
 

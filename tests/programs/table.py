@@ -74,7 +74,7 @@ class Table:
             for name, program in self.programs.items()
             for limit, one in program.exceptions.items()
         ]
-        lines += ["", "Exceptions:", "", *exceptions] if exceptions else []
+        lines += ["", "Exceptions, each with its column and the largest value:", "", *exceptions] if exceptions else []
         before, _, after = self.split()
         self.page.write_text(before + "\n".join([*lines[1:], ""]) + after)
 

@@ -111,7 +111,7 @@ class Events:
             raise
 
     def begin(self, name: str, *, watched: bool = False) -> Call:
-        """Count a call by the thread that made the first call. Calls by other threads, in no fixed order, get -1."""
+        """Give a call the next number, or -1 if another thread made the first call: the order is not known then."""
         if self._thread is None:
             self._thread = threading.get_ident()
             self._start()

@@ -200,7 +200,7 @@ class ReducedSegment(Segment):
     def _derivative(self, moving: Sequence[int], wanted: Sequence[int]) -> Any:
         """Return a jaxpr without calls that computes the cotangents of the inputs with indices `moving`.
 
-        Its arguments are `(*inputs, *results, *cotangents)`, with the results `wanted` and their cotangents.
+        Its arguments are all inputs, the results with indices `wanted`, and the cotangents of these results.
         """
         active = {i: self.jaxpr.outvars[i] for i in wanted}
         both = parts.both_passes(lambda values: jaxprs.run(self.jaxpr, (), *values), self.jaxpr.invars, moving, active)

@@ -144,7 +144,7 @@ class Decisions:
         return Analysis(self._jaxpr, self.params, self.repeated, self.alike)
 
     def reducible(self, site: Site) -> "Chain | None":
-        """Return what a segment needs to compute an equation of a reduction on shards; None for any other equation."""
+        """Return the `Chain` with which shards compute the reduction that an equation belongs to, or None."""
         is_known = lambda v: v in self.params or v in self.repeated or v in self.alike
         if not self._reduces or not all(map(is_known, site.reads)):
             return None

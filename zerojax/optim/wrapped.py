@@ -168,7 +168,7 @@ class FlatUpdate:
         return divided and self.config.matrix_updates != "sharded"
 
     def planned_shapes(self) -> tuple[list, list, list, dict]:
-        """Return the shapes of the arguments in a training step."""
+        """Return the shapes of the arguments of `__call__` in a training step."""
         seen = lambda leaf: leaf.storage_shape if leaf.kind == "flat" else leaf.shape
         shapes = lambda leaves: [jax.ShapeDtypeStruct(seen(leaf), leaf.dtype) for leaf in leaves]
         grads = shapes(self.leaves.grads)
