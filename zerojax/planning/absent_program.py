@@ -41,7 +41,7 @@ from zerojax.train.fitting import devices_of_a_block
 from zerojax.train.loss import Loss
 from zerojax.train.state import ZeroState
 from zerojax.train.step import Step
-from zerojax.train.tree_api import PLANNED
+from zerojax.transformation import PLANNED
 from zerojax.units import format_bytes
 from zerojax.zero import ZeroTransformation
 
@@ -181,11 +181,8 @@ def program_of_function(f: Any, state: Any, batch: Any, args: tuple, topology: s
     placed = functools.partial(on_mesh, mesh)
 
     def compile_function(batch: Any) -> CompiledStep:
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(kernels_for(mesh))
-            if not context.empty:
-                stack.enter_context(jax.set_mesh(mesh))
-            stack.callback(PLANNED.reset, PLANNED.set(mesh))
+        named = contextlib.nullcontext() if context.empty else jax.set_mesh(mesh)
+        with kernels_for(mesh), PLANNED(mesh), named:
             try:
                 traced = f.trace(placed(state), placed(batch), *placed(args))
                 if not isinstance(traced, jax.stages.Traced):  # of nnx.jit

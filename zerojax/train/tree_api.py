@@ -7,7 +7,6 @@ replicated. A training step keeps them sharded.
 
 from __future__ import annotations
 
-import contextvars
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -64,18 +63,14 @@ from zerojax.train.loss import Loss, LossInputs, View
 from zerojax.train.same_run import SameCalls, signature_of
 from zerojax.train.state import ZeroState, init_opt_state
 from zerojax.train.step_program import loss_and_grads
+from zerojax.transformation import PLANNED
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Shaped
 
 
-# The mesh of absent GPUs for which `zerojax.plan` traces a jitted function, or None.
-PLANNED: contextvars.ContextVar[Mesh | None] = contextvars.ContextVar("zerojax_planned_mesh", default=None)
-
-
 def on_planned_mesh(config: Config) -> Config:
-    # JAX does not mix up its traces for both meshes, because the types of arrays name the kind of GPU.
-    mesh, own = PLANNED.get(), config.user_mesh
+    mesh, own = PLANNED.value, config.user_mesh
     if mesh is None or mesh.shape_tuple != own.shape_tuple:
         return config
     return dataclasses.replace(config, user_mesh=Mesh(mesh.devices, own.axis_names, axis_types=own.axis_types))
