@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar, TypeVarTuple, overload
 
-import jax
 import optax
 
 from zerojax.config import Config, check_count
@@ -25,10 +24,6 @@ Aux = TypeVar("Aux")
 Result = TypeVar("Result")
 Args = ParamSpec("Args")
 Given = TypeVarTuple("Given")
-
-# The mesh of absent GPUs for which `zerojax.plan` traces a jitted function, or None. JAX traces again for each value.
-# Made early, when `zero_shard` is imported: after JAX makes a context, it compiles all earlier functions once more.
-PLANNED = jax.make_user_context()
 
 
 def init(config: Config, params: Any) -> Any:

@@ -34,6 +34,10 @@ from zerojax.primitives import MAPPED
 if TYPE_CHECKING:
     from jaxtyping import PyTree
 
+# The mesh of absent GPUs for which `zerojax.plan` traces a jitted function, or None. JAX traces again for each value.
+# Made early, when `zero_shard` is imported: after JAX makes a context, it compiles all earlier functions once more.
+PLANNED = jax.make_user_context()
+
 
 def resolve_mesh(mesh: Mesh | None, axes: tuple[str, ...]) -> Mesh:
     """Check `mesh`, whose devices may be absent here, and return it. If it is None, put all devices on one axis."""

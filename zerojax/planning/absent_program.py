@@ -22,7 +22,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from zerojax import compat, jaxprs
 from zerojax.budget.blocks import Blocks, memory_of_blocks
-from zerojax.comm.mesh import auto_context
+from zerojax.comm.mesh import PLANNED, auto_context
 from zerojax.comm.typed import TypedLoss, on_one_device
 from zerojax.config import Config
 from zerojax.config.data_mesh import axes_of
@@ -41,7 +41,6 @@ from zerojax.train.fitting import devices_of_a_block
 from zerojax.train.loss import Loss
 from zerojax.train.state import ZeroState
 from zerojax.train.step import Step
-from zerojax.transformation import PLANNED
 from zerojax.units import format_bytes
 from zerojax.zero import ZeroTransformation
 

@@ -18,7 +18,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from zerojax.comm.mesh import auto_context, constrain, on_auto_mesh, replicated, row_shardings, to_explicit, with_types
+from zerojax.comm.mesh import (
+    PLANNED,
+    auto_context,
+    constrain,
+    on_auto_mesh,
+    replicated,
+    row_shardings,
+    to_explicit,
+    with_types,
+)
 from zerojax.compat import common_dtype
 from zerojax.config import Config
 from zerojax.layout.leaf import (
@@ -63,7 +72,6 @@ from zerojax.train.loss import Loss, LossInputs, View
 from zerojax.train.same_run import SameCalls, signature_of
 from zerojax.train.state import ZeroState, init_opt_state
 from zerojax.train.step_program import loss_and_grads
-from zerojax.transformation import PLANNED
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Shaped
