@@ -5,6 +5,7 @@ import collections
 import functools
 import importlib.metadata
 import inspect
+import itertools
 import operator
 import pathlib
 import pydoc
@@ -67,6 +68,12 @@ def test_test_files_import_from_test_files_of_their_own_folder_only():
         }
         missing = {x for x in names if x and x.startswith("test_") and not (path.parent / f"{x}.py").exists()}
         assert not missing, (path, missing)
+
+
+def test_names_of_test_files_occur_once():
+    """Pytest imports them without their folder, so the second of a name is not collected."""
+    names = sorted(path.name for path in (ROOT.parent / "tests").rglob("test_*.py"))
+    assert len(names) == len(set(names)), [a for a, b in itertools.pairwise(names) if a == b]
 
 
 def test_what_notebooks_benchmarks_and_examples_import_is_there():

@@ -326,7 +326,7 @@ def test_steps_that_recompute_fit_where_none_does_without():
         ({"memory": 0}, ValueError, "memory=0 is no size of at least 1 bytes"),
         ({"rates": {"host_link": -50e9}}, ValueError, "host_link must be a number above 0, per second, not -5"),
         ({"rows": np.float32(8)}, TypeError, "must be an int"),
-        ({"precision": "bf16"}, TypeError, "precision"),
+        ({"precision": "bf16"}, TypeError, "precision is a Precision, such as"),
         ({"rows": (8, 0)}, ValueError, "rows counts rows of the global batch and must be at least 1"),
         ({"batch": jax.ShapeDtypeStruct((), jnp.float32)}, ValueError, "The cheapest batch is searched in rows"),
     ],

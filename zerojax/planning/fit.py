@@ -144,6 +144,9 @@ class SearchSpace:
     def __post_init__(self):
         for count in self.rows or ():
             check_count("rows", count, "rows of the global batch", least=1)
+        for one in self.precisions:
+            if one is not None and getattr(one, "argument", None) != "precision":
+                raise TypeError(f"precision is a Precision, such as Precision.bf16(), or several, not {one!r}.")
         if any(offload is not None and offload.params == "disk" for offload in self.offloads):
             raise NotImplementedError(MANY_PROGRAMS)
 
