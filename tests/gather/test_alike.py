@@ -77,6 +77,8 @@ def test_scopes_in_which_layers_differ_are_those_of_the_call():
 
     one, other = reading(loss, W, W)
     assert one.jaxpr is other.jaxpr
+    if getattr(jax.config, "jax_remat3", False):
+        pytest.skip("with jax_remat3, a remat has no scope but its equations', so equal layers are named as the first")
     in_words = lambda scopes: "/".join(scope.name for scope in scopes)
     (remat,) = one.jaxpr.eqns
     assert [in_words(names.scopes_of(eqn)) for eqn in compat.inner_jaxprs(remat)[0].eqns] == ["mlp", "net", ""]

@@ -43,7 +43,7 @@ def scan_everything(p, x):
 
     biases = jnp.ones((3, 8)) * p["b"]
     (x, count), (ys, ids) = lax.scan(layer, (x, 0), (p["stack"], jnp.arange(3), biases), reverse=True)
-    return mean(x) + mean(ys) + mean(ys[0]) + count + jnp.sum(ids * THIRDS)
+    return mean(x) + mean(ys) + mean(ys[0]) + count + jnp.sum(ids.astype(x.dtype) * THIRDS)
 
 
 def scan_same_stack_twice(p, x):
