@@ -15,7 +15,7 @@ from flat_options import tuned
 from models import awkward_batches, awkward_loss, awkward_params, floats_only
 
 import zerojax.offload
-from zerojax import Offload, Tuning, check, collectives, estimate, plan, report, zero_shard
+from zerojax import Offload, Precision, Tuning, check, collectives, estimate, plan, report, zero_shard
 from zerojax.inspect.compiled_collectives import CompiledCollectives
 
 AXES, BELOW = ("host", "gpu"), 50
@@ -126,6 +126,13 @@ def test_what_is_offloaded_trains_as_on_the_device(way, where, tmp_path):
     zerojax.offload.close(found[2])
     shutil.rmtree(tmp_path / "state", ignore_errors=True)
     assert_same(found, on_one_device("adamw"))
+
+
+@pytest.mark.slow
+def test_in_mixed_precision_it_trains_as_over_all_devices():
+    precision = Precision.bf16()
+    found, expected = (trained(zero(way=name, precision=precision)) for name in ("params", "all"))
+    np.testing.assert_allclose(found[0], expected[0], rtol=1e-2)  # 8 bits, summed in another order
 
 
 PADDED = {"w": 16 * 24, "tied": 24 * 13, "frozen": 8 * 13, "uneven": 13 * 8}
