@@ -175,7 +175,8 @@ def _inlined(jaxpr: Any, consts: Sequence, *args: Any) -> list:
             return None
         if compat.is_remat(eqn) and compat.params_of(eqn)["prevent_cse"]:
             # The barrier keeps XLA from merging the remat's equations with the forward pass.
-            values = lax.optimization_barrier(tuple(values))
+            arrays, put_back = jaxprs.split_arrays(values)
+            values = put_back(lax.optimization_barrier(arrays))
         return jaxprs.evaluate_call(eqn, values, rule)
 
     return jaxprs.evaluate(jaxpr, consts, args, rule)

@@ -166,7 +166,7 @@ def _tied(
 ) -> tuple[list, Any]:
     """Return all results and residuals. Results at `indices`, and residuals that `chosen` selects, pass one barrier."""
     results, (leaves, tree) = list(results), jax.tree.flatten(residuals)
-    places = [i for i, x in enumerate(leaves) if chosen(x)]
+    places = [i for i, x in enumerate(leaves) if chosen(x) and not isinstance(x, jax.Ref)]
     waited, (arrays,) = barrier([results[i] for i in indices], [leaves[i] for i in places])
     for values, where, new in ((results, indices, waited), (leaves, places, arrays)):
         for i, x in zip(where, new, strict=True):

@@ -188,6 +188,7 @@ def traced_passes(
     active_params = tuple(i for i, on in enumerate(trained) if on and (i in carried or differentiable(params[i].dtype)))
     active_others = tuple(i for i, on in enumerate(active) if on and differentiable(others[i].dtype))
     active_results: tuple[int, ...] = ()
+    refs: list[bool] = []  # whether each residual is a ref, for which `both` returns what the ref holds
 
     def both(params, others):
         def of_active(some_params, some_others):
@@ -201,7 +202,8 @@ def traced_passes(
         of_params = [params[i].astype(carried[i]) if i in carried else params[i] for i in active_params]
         primals = of_params, [others[i] for i in active_others]
         _, backward, results = jax.vjp(of_active, *primals, has_aux=True)
-        return results, backward
+        refs.extend(isinstance(x, jax.Ref) for x in jax.tree.leaves(backward))
+        return results, jax.tree.map(lambda x: x[...] if isinstance(x, jax.Ref) else x, backward)
 
     closed, shapes = jax.make_jaxpr(both, return_shape=True)(list(params), list(others))
     results = len(shapes[0])
@@ -212,11 +214,14 @@ def traced_passes(
 
         jaxpr = divided(jaxpr, jaxpr.invars[: len(params)])
     jaxpr = names.without_transforms(jaxpr, "jvp")
+    if any(refs):
+        from zerojax.gather.ref_residuals import with_refs
+
+        jaxpr = with_refs(jaxpr, refs)
     forward, sources, derive, reads = _classified(jaxpr, len(params), results)
     row_dims: list[RowDims] = [UNKNOWN] * len(jaxpr.outvars)
     if rows.follower is not None:
-        row_dims = list(rows.follower.results(jaxpr, given))
-        row_dims[: len(rows.results)] = rows.results
+        row_dims = [*rows.results, *rows.follower.results(jaxpr, given)[len(rows.results) :]]
     return Passes(
         forward=forward,
         consts=consts,
@@ -246,9 +251,8 @@ def shared_passes(
     """Call `traced_passes`, unless the cache `known` has the passes of a segment with inputs of the same types."""
     if known is None:
         return traced_passes(function, params, others, rows=rows, **options)
-    types = tuple(jax.typeof(x) for x in (*params, *others))
     chosen = (x if x is None else tuple(x.items() if isinstance(x, Mapping) else x) for x in options.values())
-    key = types, tuple(rows.others), tuple(rows.results), *options, *chosen
+    key = tuple(map(jax.typeof, (*params, *others))), tuple(rows.others), tuple(rows.results), *options, *chosen
     if key not in known:
         passes = traced_passes(function, params, others, rows=rows, **options)
         known[key] = dataclasses.replace(passes, is_shared=True)
@@ -271,20 +275,15 @@ def _classified(jaxpr, params: int, results: int):
     # Residuals to store, unless `again` has them. The order is fixed, because every process must make the same program.
     kept = dict.fromkeys(atom for atom in jaxprs.variables_in(atoms) if atom in mixed)
     again = _recomputed(jaxpr, [*kept, *arguments], params, mixed)
-    saved: dict[Any, int] = {}
     # A residual that is computed again is not stored, but the values that it reads are.
-    for atom in itertools.chain(kept, *again.values()):
-        if atom in mixed and atom not in arguments and atom not in again:
-            saved.setdefault(atom, len(saved))
+    stored = dict.fromkeys(v for v in itertools.chain(kept, *again.values()) if v in mixed and v not in again)
+    saved = {v: i for i, v in enumerate(v for v in stored if v not in arguments)}
     known: dict[Any, Source] = {**arguments, **{atom: ("saved", i) for atom, i in saved.items()}}
     derived: dict[Any, tuple[int, Any]] = {}  # computed once each, in the order of first use
     sources = []
     for atom in atoms:
-        if not compat.is_literal(atom) and atom in known:
-            sources.append(known[atom])
-        else:
-            key = id(atom) if compat.is_literal(atom) else atom  # a literal is not hashable
-            sources.append(("derived", derived.setdefault(key, (len(derived), atom))[0]))
+        key = id(atom) if compat.is_literal(atom) else atom  # a literal is not hashable
+        sources.append(known.get(key) or ("derived", derived.setdefault(key, (len(derived), atom))[0]))
     outs = [*jaxpr.outvars[:results], *saved]
     forward = compat.part_of(jaxpr, jaxpr.eqns, [*constvars, *jaxpr.invars], outs)
     wanted = [atom for _, atom in derived.values()]
