@@ -55,10 +55,6 @@ class ManualCollectives:
     defers: bool = False
     shared_bytes: int = 0
 
-    def __post_init__(self):
-        if self.bucket_bytes < 0:
-            raise ValueError(f"bucket_bytes={self.bucket_bytes} must be at least 0; 0 gathers every leaf by itself.")
-
     def reduced_dtype(self, dtype: np.dtype) -> np.dtype:
         if not jnp.issubdtype(dtype, jnp.floating):
             return dtype
@@ -153,17 +149,19 @@ class ManualCollectives:
         return [unstack_shards(x, leaf) for x, leaf in zip(stacks, leaves, strict=True)]
 
     def _reduce(self, values: list[Array], leaves: Sequence[Leaf]) -> list[Array]:
-        leaf, codec = leaves[0], self._codec(leaves[0], gathers=False)
+        leaf, codec, psum_scatter = leaves[0], self._codec(leaves[0], gathers=False), lax.psum_scatter
         if leaf.kind == "replicated":
             return [lax.psum(values[0], self.axes) if leaf.size else values[0]]
+        if jax.distributed.is_initialized():
+            from zerojax.comm.gloo import psum_scatter
         if leaf.dim is not None and len(leaves) == 1 and codec is None:
             padded = pad(values[0], leaf.dim, leaf.storage_shape[leaf.dim])
-            return [lax.psum_scatter(padded, leaf.axes, scatter_dimension=leaf.dim, tiled=True)]
+            return [psum_scatter(padded, leaf.axes, scatter_dimension=leaf.dim, tiled=True)]
         stacks = [stack_shards(*pair) for pair in zip(values, leaves, strict=True)]
         if codec is not None:
             parts = codec.reduce_scatter(stacks, leaf.axes)
         else:
-            parts = split(lax.psum_scatter(jnp.concatenate(stacks, axis=1), leaf.axes, scatter_dimension=0), leaves)
+            parts = split(psum_scatter(jnp.concatenate(stacks, axis=1), leaf.axes, scatter_dimension=0), leaves)
         return [x.reshape(leaf.local_shape) for x, leaf in zip(parts, leaves, strict=True)]
 
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 from jax import lax
 
+from zerojax.comm.gloo import psum_scatter
 from zerojax.config.wire import FORMATS, SCALE_BYTES, Wire
 from zerojax.layout.leaf import Leaf, pad
 
@@ -102,7 +103,7 @@ class Codec:
                 parts = _split(arrived, [self.bytes(size) for size in sizes])
                 stacks = [self.decode(x, n).sum(dim) for x, n in zip(parts, sizes, strict=True)]
             else:
-                summed = lax.psum_scatter(jnp.concatenate(stacks, axis=-1), axes[dim], scatter_dimension=dim)
+                summed = psum_scatter(jnp.concatenate(stacks, axis=-1), axes[dim], scatter_dimension=dim)
                 stacks = _split(summed, sizes)
         return [stack.astype(jnp.float32) for stack in stacks]
 
