@@ -1,13 +1,26 @@
-"""What is released says the same of itself everywhere."""
+"""What is released says the same of itself everywhere, and what it says of the version before is so."""
 
+import functools
 import re
 import tomllib
 from pathlib import Path
 
+import flax.linen
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+import typer.main
 import yaml
+from absent_gpus import aot
 from command_line import run
 
 import zerojax
+import zerojax.checkpoint
+import zerojax.data
+import zerojax.flax_nnx
+import zerojax.offload
+from zerojax.cli import app
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -62,3 +75,99 @@ def test_the_next_internals_of_jax_are_tested_by_files_that_exist():
     names = [name for found in lists for name in found.replace("\\", "").split()]
     assert len(lists) == 2
     assert all((ROOT / f"tests/gather/test_{name}.py").is_file() for name in names)
+
+
+CHANGES = re.findall(r"^\| (`.*) \| (.*) \|$", (ROOT / "docs/upgrade.md").read_text(), re.MULTILINE)
+COMMANDS = typer.main.get_command(app).commands  # pyright: ignore[reportAttributeAccessIssue]
+MADE = {
+    "tx": "zerojax.zero_shard(optax.adamw(1e-3), stage=3)",
+    "state": "tx.create(params)",
+    "step": "tx.train_step(loss_fn)",
+    "plan": "zerojax.plan(step, state, batch)",
+    "check": "zerojax.check(step, state, batch)",
+    "report": "zerojax.report(state)",
+    "leaf": "report.rows[0]",
+    "estimate": "zerojax.estimate(params)",
+    "row": "estimate.rows[-1]",
+    "fit": "tx.train_step(loss_fn, memory='1 GB').memory_fit(state, batch)",
+    "mesh": "jax.make_mesh((1, 8), ('host', 'gpu'), (jax.sharding.AxisType.Auto,) * 2)",
+    "twice": "{'embed': batch, 'head': batch}",
+    "zero_shard": "zerojax.zero_shard",
+}
+
+
+def layer(w, h, train=True):
+    return jnp.tanh(h @ w)
+
+
+class Given(dict):
+    """What the page about 0.1 takes for given. Each is made when it is first used."""
+
+    def __missing__(self, name):
+        if name not in MADE:
+            raise KeyError(name)  # which Python turns into a NameError
+        self[name] = eval(MADE[name], {}, self)
+        return self[name]
+
+
+@pytest.fixture(scope="module")
+def given():
+    params, x = {"layers": [jnp.eye(128)] * 2}, jnp.ones((16, 128))
+    loss_fn = lambda params, x: jnp.mean(functools.reduce(lambda h, w: layer(w, h), params["layers"], x) ** 2)
+    modules = {
+        "flax": flax,
+        "functools": functools,
+        "jax": jax,
+        "optax": optax,
+        "zerojax": zerojax,
+        "max": max,
+        "str": str,
+    }
+    values = {"params": params, "batch": x, "x": x, "linen": flax.linen.Dense(8), "key": jax.random.key(0)}
+    return Given(modules | values, layer=layer, loss_fn=loss_fn)
+
+
+def of_cell(cell):
+    """The expressions, commands and files of a cell. `name=` is another argument of the call before it."""
+    found = []
+    for text in re.findall(r"`([^`]+)`", cell):
+        argument = re.fullmatch(r"\w+=", text)
+        found.append(re.sub(r"\w+=(?!.*\w=).*\)$", f"{text}None)", found[-1]) if argument else text)
+    return found
+
+
+def exists(text, given):
+    if text.startswith("zerojax "):
+        _, command, *options = text.split()
+        known = [name for x in COMMANDS[command].params for name in x.opts] if command in COMMANDS else []
+        return command in COMMANDS and {*options} <= {*known}
+    if re.fullmatch(r"\w+/[\w/]+\.\w+", text):
+        return (ROOT / text).exists()
+    try:
+        eval(text, {}, given)
+    except (AttributeError, TypeError, ValueError):
+        return False
+    except RuntimeError:  # of `jax.config`, because JAX has begun
+        return "jax.config" in text
+    return True
+
+
+def needs(cells):
+    """What has to be compiled for a row of the page: nothing, a step, or a step for absent GPUs."""
+    texts = " ".join(text for cell in cells for text in of_cell(cell))
+    return (
+        "gpus" if re.search(r"\bplan[.(]", texts) else "step" if re.search(r"\b(check|compare|fit)[.(]", texts) else ""
+    )
+
+
+@pytest.mark.parametrize(
+    "compiled", ["", pytest.param("step", marks=pytest.mark.slow), pytest.param("gpus", marks=[pytest.mark.slow, aot])]
+)
+def test_what_the_page_says_of_0_1_is_gone_and_what_it_says_to_write_instead_is_there(
+    compiled, given, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    rows = [row for row in CHANGES if needs(row) == compiled]
+    assert len(rows) > 2
+    assert [text for left, _ in rows for text in of_cell(left) if exists(text, given)] == []
+    assert [text for _, right in rows for text in of_cell(right) if not exists(text, given)] == []
