@@ -13,8 +13,29 @@ import pytest
 from absent_gpus import aot
 from long_context import blockwise
 from queue_model import H100, IN, MEASURED, OUT, PASSES, RUN, STATE, WAIT, adamw, record, simulated_seconds
+from quoted_figures import QUOTES, USED
 
 BENCHMARKS = pathlib.Path(__file__).parents[2] / "benchmarks"
+# Files whose figures no page quotes.
+NOT_QUOTED = {"aot_gpt_64", "checkpoint", "memory_fit", "step_scan", "step_unrolled", "step_views"}
+
+
+@pytest.mark.parametrize("page", QUOTES)
+def test_a_page_has_the_figures_of_the_files(page):
+    """Each figure is the file's, rounded to the digits that the page gives."""
+    text = (BENCHMARKS.parent / page).read_text()
+    for quote, values in QUOTES[page]:
+        words = (re.escape(word).replace(r"\#", r"(\d[\d,]*(?:\.\d+)?)") for word in quote.split())
+        (found,) = re.finditer(r"\s+".join(words), text)
+        for figure, value in zip(found.groups(), values, strict=True):
+            digits = len(figure.partition(".")[2])
+            # Python rounds 5.25 to 5.2.
+            assert float(figure.replace(",", "")) == pytest.approx(value, rel=0, abs=0.501 * 10**-digits), found[0]
+
+
+def test_every_file_of_results_is_quoted_or_listed():
+    files = {path.stem for path in (BENCHMARKS / "results").glob("*.json")}
+    assert files - USED == NOT_QUOTED
 
 
 @pytest.mark.slow
