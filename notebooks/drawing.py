@@ -174,7 +174,8 @@ def timeline(compiled: Any, *, topology: str | None = None) -> Figure:
     figure, axes = new_figure(height=3.6, width=10)
     labels = draw_timeline(axes, simulated)
     figure.suptitle(f"One step: {hidden:.0%} of the collective bytes hide behind matrix products")
-    if not hidden and any(span.lane != "compute" for span in simulated.spans):
+    of_gpus = hasattr(compiled, "topology")  # a plan
+    if not hidden and not of_gpus and any(span.lane != "compute" for span in simulated.spans):
         labels.append(Patch(color="none", label="nothing overlaps, as in all programs for CPUs"))
     once = "; one iteration of each loop" * bool(simulated.loops)
     axes.set_xlabel(f"{axes.get_xlabel()}, estimated at the peak rates of {topology}{once}")
@@ -206,7 +207,9 @@ def draw_timeline(axes: Axes, simulated: Timeline) -> list[Patch]:
         y, begin, end = -0.55 - 0.45 * around(loop), scale * loop.begin, scale * loop.end
         axes.plot([begin, begin, end, end], [y, y - 0.1, y - 0.1, y], color="black", linewidth=1)
         count = "?" if loop.trip_count is None else loop.trip_count
-        axes.text((begin + end) / 2, y - 0.15, f"× {count} iterations", ha="center", fontsize="small")
+        is_wide = end - begin > 0.065 * scale * simulated.seconds  # the names of two short loops would overlap
+        label = f"× {count}{' iterations' * is_wide}"
+        axes.text((begin + end) / 2, y - 0.15, label, ha="center", fontsize="small")
     axes.set_yticks(range(len(lanes)), [LANES[lane] for lane in lanes])
     axes.tick_params(axis="y", length=0)
     top = max((around(loop) + 1 for loop in simulated.loops), default=0)
