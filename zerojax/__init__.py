@@ -15,6 +15,7 @@ if _typing.TYPE_CHECKING:
     from zerojax.inspect.compiled_collectives import Collective, CompiledCollectives, collectives
     from zerojax.inspect.report import Report, report
     from zerojax.layout.padded import Padded
+    from zerojax.narrow_state.option import Narrow
     from zerojax.offload.options import Offload
     from zerojax.planning.check import check
     from zerojax.planning.compare import Comparison, compare
@@ -41,6 +42,7 @@ _MODULES = {
     "inspect.compiled_collectives": "Collective CompiledCollectives collectives",
     "inspect.report": "Report report",
     "layout.padded": "Padded",
+    "narrow_state.option": "Narrow",
     "offload.options": "Offload",
     "planning.check": "check",
     "planning.compare": "Comparison compare",
@@ -68,6 +70,7 @@ __all__ = [
     "CompiledCollectives",
     "DynamicScale",
     "Estimate",
+    "Narrow",
     "Offload",
     "Padded",
     "Plan",

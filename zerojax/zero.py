@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from zerojax.config.precision import Precision
     from zerojax.config.tuning import Tuning
     from zerojax.config.wire import Wire
+    from zerojax.narrow_state.option import Narrow
     from zerojax.offload.options import Offload
 
 
@@ -42,6 +43,7 @@ def zero_shard(
     batch_spec: Any = None,
     expert_axis: str | tuple[str, ...] | None = None,
     overwrite: Callable[[str, Any], bool] | Any = None,
+    state: Narrow | None = None,
     **unknown: Never,
 ) -> ZeroTransformation:
     """Shard an optax transformation, and the training around it, over mesh axes.
@@ -80,6 +82,8 @@ def zero_shard(
             `_overwrite_with_gradient` always does so. The new value is the elementwise maximum over microbatches
             and, in device view, over devices. These parameters are replicated, keep their type, and do not count in
             gradient norms. `tx` sees an `optax.MaskedNode()` for each.
+        state: The types in which optimizer state and master weights are stored, such as `Narrow("int8")`. None: as the
+            transformation makes them.
         **unknown: Not accepted. The error for a field of `Tuning` says how to pass it.
 
     Returns:
@@ -118,6 +122,7 @@ def zero_shard(
         batch_spec=_batch_spec(batch_spec),
         view=view,
         wire=wire,
+        state=state,
         **_fields_of(tuning),
     )
     return ZeroTransformation.of(config)

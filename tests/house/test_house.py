@@ -24,7 +24,7 @@ FLOORS = [
     {"names"},
     {"compilations", "config", "jaxprs", "signatures"},
     {"layout"},
-    {"dims"},
+    {"dims", "narrow_state"},
     {"comm"},
     {"placement"},
     {"gather"},

@@ -33,6 +33,7 @@ BUCKET_BYTES = 128 << 20
 SHARED_BYTES = 1 << 20
 # An example of each option that is an object, for errors.
 EXAMPLES = {"precision": "Precision.bf16()", "wire": 'Wire(gather="int8")', "offload": 'Offload(optimizer="host")'}
+EXAMPLES["state"] = 'Narrow("int8")'
 
 
 def with_auto_axes(mesh: Any) -> Any:
@@ -67,6 +68,7 @@ class Config:
     view: str = "global"
     wire: Wire | None = None
     matrix_updates: str = "auto"
+    state: Any = None  # `Narrow`, which is defined above this package
 
     def __post_init__(self):
         if not (callable(getattr(self.tx, "init", None)) and callable(getattr(self.tx, "update", None))):
@@ -90,8 +92,9 @@ class Config:
         for name, example in EXAMPLES.items():
             option = getattr(self, name)
             if option is not None and getattr(type(option), "argument", None) != name:
-                raise TypeError(f"{name} is a zerojax.{name.title()}, such as {example}, not {option!r}.")
-        for option in filter(None, (self.wire, self.offload)):
+                kind = example.partition("(")[0].partition(".")[0]
+                raise TypeError(f"{name} is a zerojax.{kind}, such as {example}, not {option!r}.")
+        for option in filter(None, (self.wire, self.offload, self.state)):
             option.check(self)
 
     def _check_axes(self) -> None:
@@ -143,7 +146,8 @@ class Config:
     @property
     def stores_compute_dtype(self) -> bool:
         """Return whether parameters are stored in the compute type. Otherwise they are stored in the master type."""
-        return self.stage < 3 or self.offload is not None or bool(self.params_axis)
+        has_narrow_masters = self.state is not None and self.state.masters != "float32"
+        return self.stage < 3 or self.offload is not None or bool(self.params_axis) or has_narrow_masters
 
     @property
     def params_on_host(self) -> bool:
@@ -177,7 +181,8 @@ class Config:
 
     @functools.cached_property
     def layout_policy(self) -> LayoutPolicy:
-        return LayoutPolicy(self.stage, self.data, self.persist_below, self.stores_compute_dtype, self.params_on_host)
+        options = self.stores_compute_dtype, self.params_on_host, self.state is not None
+        return LayoutPolicy(self.stage, self.data, self.persist_below, *options)
 
 
 def mesh_record(mesh: Mesh) -> tuple:

@@ -14,6 +14,7 @@ from typing import Any
 
 from zerojax import compat, jaxprs
 from zerojax.layout.leaf import Leaf
+from zerojax.layout.packing import BY_BLOCK
 from zerojax.optim.elementwise import has_products, is_by_element
 from zerojax.optim.traced import GRAD, PARAM, STATE, Core, TracedUpdate, equations_behind, union
 
@@ -93,6 +94,8 @@ class CoreFinder:
         return [(var, leaf) for var, leaf, param in found if param == i and not compat.is_literal(var)]
 
     def _is_elementwise(self, eqn: Any, shape: tuple[int, ...]) -> bool:
+        if eqn.primitive.name in BY_BLOCK:
+            return True
         atoms = (*eqn.invars, *eqn.outvars)
         if any(atom.aval.shape not in ((), shape) for atom in atoms):
             return False

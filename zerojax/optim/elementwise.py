@@ -19,6 +19,7 @@ import jax.core
 import optax
 
 from zerojax import compat, jaxprs
+from zerojax.layout.packing import BY_BLOCK
 from zerojax.layout.tree import Layout
 from zerojax.optim.wrapped import TransformationError, guarded
 from zerojax.primitives import Kind
@@ -145,7 +146,7 @@ def of_equation(eqn, values: list[Known]) -> list[Known]:
     if name == "reduce_sum" and len(leaves) == 1 and values[0].zero:
         full = tuple(eqn.params["axes"]) == tuple(range(eqn.invars[0].aval.ndim))
         return [Known(SCALAR, token)] if full else mixed
-    if is_by_element(eqn) and len(leaves) <= 1:
+    if (is_by_element(eqn) or eqn.primitive.name in BY_BLOCK) and len(leaves) <= 1:
         kind, leaf = (LEAF, leaves.pop()) if leaves else (SCALAR, None)
         return [Known(kind, hash((token, i)), leaf, stays_zero(eqn, values)) for i in range(len(eqn.outvars))]
     if not leaves and all(v.aval.shape == () for v in (*eqn.invars, *eqn.outvars)):

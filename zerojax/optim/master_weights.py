@@ -12,8 +12,10 @@ References:
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import operator
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -21,12 +23,15 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from zerojax.config import Config
+from zerojax.layout.leaf import Leaf
 from zerojax.layout.tree import Layout
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, PyTree
 
 
+WITHOUT = optax.MaskedNode()  # in the tree of master weights: a parameter without one
 TWICE_COMPUTED = 16  # two computations of one update may differ by this many roundings, because terms may cancel
 
 
@@ -37,28 +42,73 @@ class MasterState(NamedTuple):
     master: PyTree  # the master weights; `optax.MaskedNode()` for a parameter that is itself stored in the wide type
 
 
-def with_master_weights(
-    inner: optax.GradientTransformationExtraArgs, trained: Layout
-) -> optax.GradientTransformationExtraArgs:
-    """Wrap a transformation so that it updates master weights. Its `update` returns new parameters, not increments."""
-    narrow = zip(trained.params, narrow_leaves(trained), strict=True)
-    stored = [leaf.dtype if on else None for leaf, on in narrow]  # None: a parameter without a master weight
+@dataclasses.dataclass(frozen=True)
+class WideMaster:
+    """Keep a master weight as a copy in the type of the update. `stored` is the parameter's type.
 
-    def kept(params):
-        leaves, tree = jax.tree.flatten(params)
-        return tree.unflatten([optax.MaskedNode() if of is None else x for x, of in zip(leaves, stored, strict=True)])
+    `Narrow(masters=)` has other classes with these methods. Parameters are given in the type of the update.
+    """
+
+    stored: Any
+
+    def leaf(self, leaf: Leaf) -> Leaf:
+        """Return the layout of what is kept. `leaf` is the layout of the wide weight."""
+        return leaf
+
+    def first(self, weight: Array, number: int) -> Array:
+        """Return what is kept for a new `weight`. `number` differs between parameters."""
+        return weight
+
+    def current(self, master: Array, param: Array) -> Array:
+        """Return the weight from which the next update starts, from what is kept and from the parameter."""
+        return current_weight(master, param, self.stored)
+
+    def kept(self, moved: Array, master: Array) -> tuple[Array, Array]:
+        """Return the new parameter, which will be cast, and what is kept. `master` is what was kept before."""
+        return moved, moved
+
+
+def master_forms(config: Config, trained: Layout, *, packs: bool = True) -> list[Any]:
+    """Return an object like `WideMaster` for each trained parameter, or None for one without a master weight.
+
+    If `packs` is false, all of them are a `WideMaster`.
+    """
+    pairs = zip(trained.params, narrow_leaves(trained), strict=True)
+    forms: list[Any] = [WideMaster(leaf.dtype) if on else None for leaf, on in pairs]
+    if not packs or config.state is None or config.state.masters == "float32":
+        return forms
+    from zerojax.narrow_state.masters import narrow_forms
+
+    return narrow_forms(config, trained, forms)
+
+
+def with_master_weights(
+    inner: optax.GradientTransformationExtraArgs, forms: Sequence[Any]
+) -> optax.GradientTransformationExtraArgs:
+    """Wrap a transformation so that it updates master weights. Its `update` returns new parameters, not increments.
+
+    `forms` is the result of `master_forms`.
+    """
 
     def init(params):
-        return MasterState(inner.init(params), kept(params))
+        leaves, tree = jax.tree.flatten(params)
+        pairs = enumerate(zip(leaves, forms, strict=True))
+        return MasterState(
+            inner.init(params), tree.unflatten([WITHOUT if f is None else f.first(x, i) for i, (x, f) in pairs])
+        )
 
     def update(updates, state, params=None, **extra):
         leaves, tree = jax.tree.flatten(params)
-        masters = iter(jax.tree.leaves(state.master))
-        pairs = zip(leaves, stored, strict=True)
-        wide = tree.unflatten([x if of is None else current_weight(next(masters), x, of) for x, of in pairs])
+        stored = iter(jax.tree.leaves(state.master))
+        masters = [None if form is None else next(stored) for form in forms]
+        trios = list(zip(leaves, forms, masters, strict=True))
+        wide = tree.unflatten([x if form is None else form.current(master, x) for x, form, master in trios])
         updates, inner_state = inner.update(updates, state.inner, wide, **extra)
-        moved = optax.apply_updates(wide, updates)
-        return moved, MasterState(inner_state, kept(moved))
+        new = jax.tree.leaves(optax.apply_updates(wide, updates))
+        trios = zip(new, forms, masters, strict=True)
+        pairs = [(x, WITHOUT) if form is None else form.kept(x, master) for x, form, master in trios]
+        moved, kept = (tree.unflatten(leaves) for leaves in zip(*pairs, strict=True)) if pairs else (wide, wide)
+        return moved, MasterState(inner_state, kept)
 
     return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType]
 

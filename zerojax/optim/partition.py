@@ -20,8 +20,9 @@ import jax
 import jax.numpy as jnp
 
 from zerojax import compat, jaxprs
+from zerojax.layout.leaf import Leaf
 from zerojax.offload.chunked import Chunking, chunking_of, row_chunkings_of
-from zerojax.offload.options import Offload
+from zerojax.offload.options import CHUNK_BYTES, Offload
 from zerojax.optim.elementwise import LEAF, MIXED, SCALAR, Known, walk
 from zerojax.optim.owned import OwnedUpdate, owned_update
 from zerojax.optim.traced import (
@@ -109,9 +110,14 @@ class PlannedUpdate:
 
     @functools.cached_property
     def units(self) -> dict[int, Unit]:
-        """Map each offloaded state leaf to its `Unit`. At least `Offload.fraction` of the bytes are offloaded."""
+        """Map each offloaded state leaf to its `Unit`. At least `Offload.fraction` of the bytes are offloaded.
+
+        Without an offload, the state of a parameter with packed state is a unit, because it is updated in chunks, too.
+        """
         if self.flat.config.offload is None:
-            return {}
+            state, param_of = self.flat.leaves.state, self.flat.leaves.param_of
+            packed = {i for leaf, i in zip(state, param_of, strict=True) if leaf.packing is not None}
+            return {k: i for k, i in enumerate(param_of) if i in packed and i is not None}
         units, sizes = self._candidates, collections.Counter[Unit]()
         for k, unit in units.items():
             sizes[unit] += self.flat.leaves.state[k].local_bytes
@@ -131,7 +137,7 @@ class PlannedUpdate:
         return {
             k: ("state", k) if i is None else i
             for k, (leaf, i) in enumerate(zip(self.flat.leaves.state, self.flat.leaves.param_of, strict=True))
-            if leaf.shape != () and leaf.kind != "flat" and jnp.issubdtype(leaf.dtype, jnp.inexact)
+            if leaf.shape != () and leaf.kind != "flat" and (leaf.packing or jnp.issubdtype(leaf.dtype, jnp.inexact))
             if leaf.size >= self.flat.config.persist_below and (i is None or covered[i])
         }
 
@@ -148,13 +154,18 @@ class PlannedUpdate:
     @functools.cached_property
     def _chunkings_of_params(self) -> dict[int, Chunking]:
         """Map each parameter on disk, or with offloaded state, to the chunks into which its update may be divided."""
-        (grads, state, _), most = self.flat.leaves, self._offload.chunk_bytes
+        (grads, state, _), offload = self.flat.leaves, self.flat.config.offload
+        most = CHUNK_BYTES if offload is None else offload.chunk_bytes
         by_row = row_chunkings_of(grads, most) if self._params_on_disk else {}
         itemsizes: dict[int, int] = {}
         for k, i in self.units.items():
             if isinstance(i, int):
                 itemsizes[i] = max(itemsizes.get(i, grads[i].dtype.itemsize), state[k].dtype.itemsize)
-        chunkings = {i: chunking_of(grads[i], most * grads[i].dtype.itemsize // size) for i, size in itemsizes.items()}
+        packed = {i for k, i in self.units.items() if state[k].packing is not None}
+        chunkings = {
+            i: chunking_of(grads[i], most * grads[i].dtype.itemsize // size, packed=i in packed)
+            for i, size in itemsizes.items()
+        }
         return chunkings | {i: by_row[i] for i in self._params_on_disk}
 
     @functools.cached_property
@@ -244,7 +255,7 @@ class PlannedUpdate:
             reads[var] = (SHARED, shared.setdefault(var, len(shared))) if is_shared else (kind, i)
         equations = traced.equations(eqns, reads, results, self.owned.owned)
         chunking = self._chunkings_of_params.get(params[0]) if len(params) == 1 and not resident else None
-        if chunking is not None and not may_chunk(equations, units, params[0]):
+        if chunking is not None and not may_chunk(equations, units, params[0], self.flat.leaves.state, state):
             chunking = None
         return UpdateGroup(params, state, resident, chunking, equations)
 
@@ -252,7 +263,7 @@ class PlannedUpdate:
     def chunkings(self) -> tuple[Chunking | None, ...]:
         """Return the chunking of each leaf of the state, or None for a leaf that stays on the device."""
         state, found = self.flat.leaves.state, {}
-        for group in self.partition.groups if self.units else ():
+        for group in self.partition.groups if self.units and self.flat.config.offload else ():
             found |= {k: group.chunking or Chunking(0, state[k].local_shape[:1]) for k in group.state}
         return tuple(map(found.get, range(len(state))))
 
@@ -324,21 +335,29 @@ def warn_of_lost_effects(jaxpr: Any) -> None:
             )
 
 
-def may_chunk(equations: Equations, units: dict[int, Unit], i: int) -> bool:
+def may_chunk(
+    equations: Equations, units: dict[int, Unit], i: int, leaves: Sequence[Leaf], state: Sequence[int]
+) -> bool:
     """Return whether the group of parameter `i` may be updated in chunks, because its equations are elementwise.
 
     Element n of each result must depend only on scalars, and on element n of the parameter's arrays. For example, a
-    group with a norm of offloaded state, or with a `cond` over all leaves, cannot be chunked.
+    group with a norm of offloaded state, or with a `cond` over all leaves, cannot be chunked. `leaves` has the layouts
+    of the state, and `state` the indices of the leaves that the equations replace after the parameter. Packed arrays
+    count as the wide arrays that they represent.
     """
     if any(eqn.effects for eqn in equations.jaxpr.eqns):
         return False  # `evaluate_as` would run the effects of both branches of a `cond`, once per chunk
     of_param = lambda kind, k: units.get(k) == i if kind == STATE else kind in (GRAD, PARAM) and k == i
-    jaxpr, wanted = equations.jaxpr, {var.aval.shape for var in equations.jaxpr.outvars}
+    wide = lambda k, shape: shape if (packing := leaves[k].packing) is None else packing.shape
+    jaxpr = equations.jaxpr
+    param, *replaced = (var.aval.shape for var in jaxpr.outvars)
+    wanted = {param, *map(wide, state, replaced)}
 
     def known(var, read: Read) -> Known:
         if var.aval.shape == ():
             return Known(SCALAR)
-        return Known(LEAF, leaf=i) if of_param(*read) and {var.aval.shape} == wanted else Known(MIXED)
+        shape = wide(read[1], var.aval.shape) if read[0] == STATE else var.aval.shape
+        return Known(LEAF, leaf=i) if of_param(*read) and {shape} == wanted else Known(MIXED)
 
     results = walk(jaxpr, (), list(map(known, jaxpr.invars, equations.reads)))
     return len(wanted) == 1 and all(x.kind != MIXED for x in results)

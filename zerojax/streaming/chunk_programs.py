@@ -115,7 +115,8 @@ def updated_chunk(key: ProgramKey, params: Sequence, state: Sequence, inputs: Gr
     """Return the new parameters and the new state of a chunk, as one list."""
     shape = params[0].shape
     new = evaluate_as(key.equations.jaxpr, (), operands(key, params, state, inputs), shape)
-    return [jnp.broadcast_to(x, shape) for x in new]
+    packed = [*(False for _ in key.params), *(leaf.packing is not None for leaf in key.state)]
+    return [x if is_packed else jnp.broadcast_to(x, shape) for x, is_packed in zip(new, packed, strict=True)]
 
 
 def operands(key: ProgramKey, params: Sequence, state: Sequence, inputs: GroupInputs) -> list:
@@ -162,9 +163,15 @@ def write_new_params(
     dim = key.dim
     if dim is None:
         return list(new)
+    return [
+        write_chunk(config, x, chunk, start, leaf, dim) for x, chunk, leaf in zip(params, new, key.params, strict=True)
+    ]
+
+
+def write_chunk(config: Config, x: Array, chunk: Array, start: Any, leaf: Leaf, dim: int) -> Array:
+    """Write a chunk into every device's shard of an array, at index `start` of `dim`."""
     write = lambda x, chunk, start: lax.dynamic_update_slice_in_dim(x, chunk, start, dim)
-    trios = zip(params, new, key.params, strict=True)
-    return [per_shard(config.mesh, write, leaf, 2)(x, chunk, start) for x, chunk, leaf in trios]
+    return per_shard(config.mesh, write, leaf, 2)(x, chunk, start)
 
 
 def update_on_host(config: Config, key: ProgramKey, jit: Callable = jax.jit) -> Callable:

@@ -143,7 +143,10 @@ class StepProgram:
         done = self._gradients(state, batch, args)
         grads = cast(done.gradients.grads, [leaf.dtype for leaf in state.plan.grads])
         with jax.named_scope(UPDATE):
-            resident = resident_update(self.config, state.plan, grads, state.opt_state, done.old, done.gradients.loss)
+            run = resident_update
+            if self.config.state is not None and not state.plan.offloaded:
+                from zerojax.streaming.resident_chunks import update_in_chunks as run
+            resident = run(self.config, state.plan, grads, state.opt_state, done.old, done.gradients.loss)
         return self.finished(state, done, resident)
 
     def finished(

@@ -1,0 +1,87 @@
+"""Describe how a narrow leaf of the optimizer state is packed: in blocks along its last dim, in one integer array.
+
+A block consists of the codes of its elements, the scale of the block, and a seed for stochastic rounding. The last dim
+of such a leaf is never sharded and never divided into chunks, so each device has whole blocks, and the same blocks on
+any number of devices.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Literal
+
+import numpy as np
+
+Format = Literal["int8", "float8", "bfloat16", "seeds"]
+# The primitives that widen, pack and round arrays by blocks. Rows may be computed by any device, and in chunks.
+BY_BLOCK = frozenset({"widen_blocks", "narrow_blocks", "round_blocks"})
+LEAST_DIM = 64  # a leaf is packed if its last dim, and one of its other dims, have at least this many elements
+HEADER_WORD = 4  # bytes of a scale, and bytes of a seed
+CODES = {"int8": np.uint8, "float8": np.uint8, "bfloat16": np.uint16, "seeds": np.uint32}
+
+
+def is_packable(shape: tuple[int, ...], persist_below: int) -> bool:
+    """Return whether the state of a parameter of this logical shape may be packed. Does not depend on the mesh."""
+    return math.prod(shape) >= persist_below and min(shape[-1:], default=0) >= LEAST_DIM <= max(shape[:-1], default=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Packing:
+    """The form of a packed array, and the wide array that it represents.
+
+    Attributes:
+        shape: Logical shape of the wide array.
+        dtype: Type of the wide array.
+        format: How elements are coded. With `"seeds"`, a block has only a seed, and no elements.
+        block: Largest number of elements per block.
+        rounding: How an element is rounded to its code. With `"nearest"`, blocks have no seeds.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    format: Format
+    block: int
+    rounding: Literal["stochastic", "nearest"]
+
+    @property
+    def blocks(self) -> int:
+        """Return the number of blocks per row."""
+        return -(-self.shape[-1] // self.block)
+
+    @property
+    def width(self) -> int:
+        """Return the number of elements per block. The last block of a row may have unused elements."""
+        return -(-self.shape[-1] // self.blocks)
+
+    @property
+    def is_scaled(self) -> bool:
+        return self.format in ("int8", "float8")
+
+    @property
+    def has_seeds(self) -> bool:
+        return self.rounding == "stochastic" or self.format == "seeds"
+
+    @property
+    def code_dtype(self) -> np.dtype:
+        """Return the type of the packed array."""
+        return np.dtype(CODES[self.format])
+
+    @property
+    def codes(self) -> int:
+        """Return the number of codes per block."""
+        return 0 if self.format == "seeds" else self.width
+
+    @property
+    def words(self) -> int:
+        """Return the elements of the packed array per block: codes, then the scale, then the seed."""
+        return self.codes + (self.is_scaled + self.has_seeds) * HEADER_WORD // self.code_dtype.itemsize
+
+    @property
+    def packed_shape(self) -> tuple[int, ...]:
+        """Return the logical shape of the packed array."""
+        return (*self.shape[:-1], self.blocks * self.words)
+
+    def __str__(self) -> str:
+        what = "seeds for" if self.format == "seeds" else f"{self.format} of"
+        return f"{what} {self.dtype}{list(self.shape)} in blocks of {self.width}"

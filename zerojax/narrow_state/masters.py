@@ -1,0 +1,85 @@
+"""Keep master weights in fewer bytes than a wide copy. Both classes have the methods of `master_weights.WideMaster`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from zerojax.config import Config
+from zerojax.layout.leaf import Leaf
+from zerojax.layout.packing import Packing
+from zerojax.layout.tree import Layout
+from zerojax.narrow_state.packed_state import may_pack, packed_leaf
+from zerojax.narrow_state.rounding import first_packed, narrow, round_to_bfloat16
+
+if TYPE_CHECKING:
+    from jaxtyping import Array
+
+BFLOAT16 = {"exponent_bits": 8, "mantissa_bits": 7}
+
+
+@dataclasses.dataclass(frozen=True)
+class Compensated:
+    """Keep the rounding error of the bfloat16 parameter in bfloat16, so that their sum has at least 16 bits.
+
+    References:
+        Zamirai et al. 2020, arXiv 2010.06192, algorithm 1.
+    """
+
+    def leaf(self, leaf: Leaf) -> Leaf:
+        return dataclasses.replace(leaf, dtype=np.dtype(jnp.bfloat16))
+
+    def first(self, weight: Array, number: int) -> Array:
+        return self.kept(weight, weight)[1]
+
+    def current(self, master: Array, param: Array) -> Array:
+        weight = param + master.astype(param.dtype)
+        # A program changed the parameter if the error is not that of this parameter.
+        return jnp.where(lax.reduce_precision(weight, **BFLOAT16) == param, weight, param)
+
+    def kept(self, moved: Array, master: Array) -> tuple[Array, Array]:
+        param = lax.reduce_precision(moved, **BFLOAT16)
+        rest = moved - param
+        error = lax.reduce_precision(rest, **BFLOAT16)
+        # The rounded error may be halfway to the next parameter, to which the sum would round. Then truncate the error.
+        bits = lax.bitcast_convert_type(rest, jnp.uint32) & jnp.uint32(0xFFFF0000)
+        same = lax.reduce_precision(param + error, **BFLOAT16) == param
+        error = jnp.where(same, error, lax.bitcast_convert_type(bits, jnp.float32))
+        return param, error.astype(jnp.bfloat16)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rounded:
+    """Keep only seeds, with which the bfloat16 parameter is rounded stochastically."""
+
+    packing: Packing
+
+    def leaf(self, leaf: Leaf) -> Leaf:
+        return packed_leaf(leaf, self.packing)
+
+    def first(self, weight: Array, number: int) -> Array:
+        return first_packed(weight, self.packing, number)
+
+    def current(self, master: Array, param: Array) -> Array:
+        return param
+
+    def kept(self, moved: Array, master: Array) -> tuple[Array, Array]:
+        seeds = narrow(moved, master, self.packing)
+        return round_to_bfloat16(moved, seeds, self.packing), seeds
+
+
+def narrow_forms(config: Config, trained: Layout, forms: Sequence[Any]) -> list[Any]:
+    """Return `forms`, the `WideMaster` of each parameter or None, with narrow forms for the parameters to pack."""
+
+    def one(form: Any, part: Leaf) -> Any:
+        seeds = Packing(part.shape, np.dtype(part.dtype), "seeds", config.state.block, "stochastic")
+        if form is None or not may_pack(config, part, seeds):
+            return form
+        return Compensated() if config.state.masters == "compensated" else Rounded(seeds)
+
+    return [one(form, part) for form, part in zip(forms, trained.grads, strict=True)]

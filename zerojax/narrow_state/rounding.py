@@ -1,0 +1,223 @@
+"""Convert between wide arrays and packed arrays, with blocks along the last dim. `layout.packing` describes the form.
+
+Three primitives do this. An update is analysed equation by equation, and the analyses know that these primitives read
+and write whole blocks: `BY_BLOCK`. So rows of a packed array may be updated by any device and in chunks.
+
+Codes of 8 bits are fractions of the largest magnitude in the block, its scale. If the block has no negative element,
+the sign of the scale is set, and a code has 5 bits of exponent and 3 of mantissa. Otherwise a code has a sign, and 7
+bits that are a multiple of 1/127 (`"int8"`), or 4 bits of exponent and 3 of mantissa (`"float8"`). No code of a
+nonzero element is zero if the block has no negative element, because an update may divide by second moments.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+
+from zerojax.layout.packing import BY_BLOCK, Packing
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, UInt
+
+MANTISSA = 3  # bits of mantissa of the codes with exponents
+STEP = 0x9E3779B9  # added to a seed at each update: 2^32 over the golden ratio, an odd number, so all seeds occur
+SIGN = 0x80
+
+
+def widened(packed: UInt[Array, "*rows words"], *, packing: Packing) -> Array:
+    """Return the wide array that a packed array represents, in the type of `packing`."""
+    codes, scales, _ = _unpacked(packed, packing)
+    if packing.format == "bfloat16":
+        wide = lax.bitcast_convert_type(codes.astype(jnp.uint32) << 16, jnp.float32)
+    else:
+        magnitude = codes & (SIGN - 1)
+        fraction = magnitude.astype(jnp.float32) / (SIGN - 1)
+        signed = _from_float_code(magnitude, SIGN - 1) if packing.format == "float8" else fraction
+        signed = jnp.where(codes >= SIGN, -signed, signed)
+        wide = jnp.where(jnp.signbit(scales), _from_float_code(codes, 2 * SIGN - 1), signed) * jnp.abs(scales)
+    return _joined(wide, packing).astype(packing.dtype)
+
+
+def narrowed(wide: Array, packed: UInt[Array, "*rows words"], *, packing: Packing) -> UInt[Array, "*rows words"]:
+    """Round a wide array, and pack it. The seeds are those of `packed`, the old packed array, advanced by one step."""
+    _, _, seeds = _unpacked(packed, packing)
+    seeds = None if seeds is None else seeds + jnp.uint32(STEP)
+    if packing.format == "seeds":
+        return _packed(None, None, seeds, packing)
+    x, noise = _split(wide.astype(jnp.float32), packing), _noise(seeds, packing.width)
+    if packing.format == "bfloat16":
+        return _packed((_to_bfloat16(x, noise) >> 16).astype(jnp.uint16), None, seeds, packing)
+    # A wide program flushes subnormal numbers to zero, too.
+    largest = jnp.max(jnp.abs(x), axis=-1, keepdims=True)
+    largest = jnp.where(largest < jnp.finfo(jnp.float32).tiny, 0, largest)
+    has_sign = ~jnp.all(x >= 0, axis=-1, keepdims=True)
+    # A compiler may multiply by the reciprocal of `largest`, which must not be subnormal.
+    down = jnp.where(largest > 1, jnp.float32(2.0**-64), 1)
+    part = jnp.where(largest > 0, jnp.abs(x) * down / jnp.where(largest > 0, largest * down, 1), 0)
+    if packing.format == "float8":
+        signed = _to_float_code(part, noise, SIGN - 1)
+    else:
+        signed = jnp.minimum(jnp.floor(part * (SIGN - 1) + _uniform(noise)), SIGN - 1).astype(jnp.int32)
+    signed = jnp.where(x < 0, signed + SIGN, signed)
+    unsigned = jnp.maximum(_to_float_code(part, noise, 2 * SIGN - 1), part > 0)
+    # A NaN or an infinity is not lost: it makes the scale NaN or infinite, and so the block.
+    codes = jnp.where(has_sign, signed, unsigned).astype(jnp.uint8)
+    return _packed(codes, jnp.where(has_sign, largest, -largest), seeds, packing)
+
+
+def rounded(wide: Float[Array, "*rows n"], packed: UInt[Array, "*rows words"], *, packing: Packing) -> Array:
+    """Round a float32 array stochastically to numbers that bfloat16 has. The seeds are those of `packed`."""
+    _, _, seeds = _unpacked(packed, packing)
+    bits = _to_bfloat16(_split(wide, packing), _noise(seeds, packing.width))
+    return _joined(lax.bitcast_convert_type(bits, jnp.float32), packing)
+
+
+def first_packed(wide: Array, packing: Packing, number: int) -> UInt[Array, "*rows words"]:
+    """Pack a wide array for the first time. `number` is the leaf's, so that seeds of several leaves differ."""
+    seeds = None
+    if packing.has_seeds:
+        shape = (*packing.shape[:-1], packing.blocks)
+        at = functools.reduce(
+            lambda n, dim: n * jnp.uint32(shape[dim]) + lax.broadcasted_iota(jnp.uint32, shape, dim),
+            range(len(shape)),
+            jnp.zeros(shape, jnp.uint32),
+        )
+        seeds = _mixed(at + _mixed(jnp.uint32(number + 1)))[..., None]
+    empty = jnp.zeros((*packing.shape[:-1], packing.blocks, packing.codes), packing.code_dtype)
+    scales = jnp.zeros((*empty.shape[:-1], 1), jnp.float32) if packing.is_scaled else None
+    # Most first states are constants. XLA would spend seconds to fold the codes of a constant, but an iota is not one.
+    never = lax.broadcasted_iota(jnp.int32, wide.shape, wide.ndim - 1) >= wide.shape[-1]
+    wide = jnp.where(never, 1, wide)
+    return narrow(wide, _packed(empty, scales, seeds, packing), packing)
+
+
+def _to_float_code(part: Float[Array, "*block"], noise: Any, largest: int) -> Array:
+    """Round fractions of at most 1 to codes from 0 to `largest`, which is the code of 1."""
+    drop = jnp.finfo(jnp.float32).nmant - MANTISSA
+    offset = (jnp.finfo(jnp.float32).maxexp - 1 << MANTISSA) - largest
+    code = (lax.bitcast_convert_type(part, jnp.uint32) + (noise >> 32 - drop) >> drop).astype(jnp.int32) - offset
+    least = lax.bitcast_convert_type(jnp.uint32(1 + offset << drop), jnp.float32)
+    return jnp.where(part < least, (_uniform(noise) < part / least).astype(jnp.int32), jnp.minimum(code, largest))
+
+
+def _from_float_code(code: Array, largest: int) -> Float[Array, "*block"]:
+    """Undo `_to_float_code`."""
+    drop = jnp.finfo(jnp.float32).nmant - MANTISSA
+    offset = (jnp.finfo(jnp.float32).maxexp - 1 << MANTISSA) - largest
+    bits = code.astype(jnp.uint32) + jnp.uint32(offset) << drop
+    return jnp.where(code == 0, 0, lax.bitcast_convert_type(bits, jnp.float32))
+
+
+def _to_bfloat16(x: Float[Array, "*block"], noise: Any) -> UInt[Array, "*block"]:
+    """Return the bits of float32 numbers that are rounded to bfloat16. NaN, infinities and overflows stay or clip."""
+    bits = lax.bitcast_convert_type(x, jnp.uint32)
+    largest = jnp.uint32(0x7F7F0000)
+    up = jnp.where((bits & 0x7FFFFFFF) >= largest, 0, noise >> 16)  # nothing becomes infinite
+    quiet = jnp.where(jnp.isnan(x), jnp.uint32(0x00400000), 0)
+    return (bits + up | quiet) & jnp.uint32(0xFFFF0000)
+
+
+def _noise(seeds: Array | None, width: int) -> Any:
+    """Return 32 random bits per element of a block. Without seeds, return the bits that round to the nearest code."""
+    if seeds is None:
+        return jnp.uint32(1 << 31)
+    lanes = lax.broadcasted_iota(jnp.uint32, (*seeds.shape[:-1], width), seeds.ndim - 1)
+    return _mixed(seeds ^ lanes * jnp.uint32(0x85EBCA6B))
+
+
+def _mixed(x: Array) -> Array:
+    """Return a hash of 32 bits: the finalizer of MurmurHash3 (Appleby, public domain)."""
+    x = (x ^ x >> 16) * jnp.uint32(0x85EBCA6B)
+    x = (x ^ x >> 13) * jnp.uint32(0xC2B2AE35)
+    return x ^ x >> 16
+
+
+def _uniform(noise: Any) -> Any:
+    """Return numbers of at least 0 and below 1. They are exact in float32."""
+    return (noise >> 8).astype(jnp.float32) * jnp.float32(2.0**-24)
+
+
+def _split(wide: Array, packing: Packing) -> Array:
+    """Divide the last dim into blocks: `[*rows, blocks, width]`. Unused elements are zero."""
+    unused = packing.blocks * packing.width - packing.shape[-1]
+    if unused:
+        wide = jnp.pad(wide, [*[(0, 0)] * (wide.ndim - 1), (0, unused)])
+    return wide.reshape(*wide.shape[:-1], packing.blocks, packing.width)
+
+
+def _joined(blocks: Array, packing: Packing) -> Array:
+    """Undo `_split`."""
+    wide = blocks.reshape(*blocks.shape[:-2], packing.blocks * packing.width)
+    return lax.slice_in_dim(wide, 0, packing.shape[-1], axis=-1)
+
+
+def _unpacked(packed: Array, packing: Packing) -> tuple[Array, Any, Any]:
+    """Return codes, scales and seeds. Their last dim is that of a block, with 1 for scales and seeds, or None."""
+    blocks = packed.reshape(*packed.shape[:-1], packing.blocks, packing.words)
+    size, found = 4 // packing.code_dtype.itemsize, []
+    for n in range(packing.is_scaled + packing.has_seeds):
+        start = packing.codes + n * size
+        word = lax.slice_in_dim(blocks, start, start + size, axis=-1)
+        word = lax.bitcast_convert_type(word if size > 1 else word[..., 0], jnp.uint32)
+        found.append(word[..., None])
+    scales = lax.bitcast_convert_type(found[0], jnp.float32) if packing.is_scaled else None
+    return lax.slice_in_dim(blocks, 0, packing.codes, axis=-1), scales, found[-1] if packing.has_seeds else None
+
+
+def _packed(codes: Array | None, scales: Array | None, seeds: Array | None, packing: Packing) -> Array:
+    """Undo `_unpacked`."""
+    words = []
+    for word in (scales, seeds):
+        if word is not None:
+            bits = lax.bitcast_convert_type(word, packing.code_dtype)
+            words.append(bits.reshape(*word.shape[:-1], -1))
+    blocks = (
+        lax.concatenate([*([codes] if packing.codes and codes is not None else []), *words], words[0].ndim - 1)
+        if words
+        else codes
+    )
+    return blocks.reshape(*blocks.shape[:-2], packing.blocks * packing.words)
+
+
+def _primitive(name: str, fn: Callable[..., Array], shape_of: Callable[[Any, Packing], tuple]) -> Primitive:
+    """Return a primitive that computes `fn`, which takes arrays with any number of rows."""
+    primitive = Primitive(name)
+
+    def aval(first, *_, packing: Packing):
+        shape, dtype = shape_of(first, packing)
+        return first.update(shape=shape, dtype=dtype, weak_type=False)
+
+    primitive.def_abstract_eval(aval)
+    primitive.def_impl(jax.jit(fn, static_argnames="packing"))
+    mlir.register_lowering(primitive, mlir.lower_fun(fn, multiple_results=False))
+    return primitive
+
+
+_wide_like = lambda x, packing: ((*x.shape[:-1], packing.shape[-1]), packing.dtype)
+_packed_like = lambda x, packing: ((*x.shape[:-1], packing.packed_shape[-1]), packing.code_dtype)
+WIDEN = _primitive("widen_blocks", widened, _wide_like)
+NARROW = _primitive("narrow_blocks", narrowed, _packed_like)
+ROUND = _primitive("round_blocks", rounded, _wide_like)
+assert {WIDEN.name, NARROW.name, ROUND.name} == BY_BLOCK
+
+
+def widen(packed: Array, packing: Packing) -> Array:
+    """Return the wide array that a packed array represents; see `widened`."""
+    return WIDEN.bind(packed, packing=packing)
+
+
+def narrow(wide: Array, packed: Array, packing: Packing) -> Array:
+    """Return a wide array, rounded and packed, with the next seeds of `packed`; see `narrowed`."""
+    return NARROW.bind(wide, packed, packing=packing)
+
+
+def round_to_bfloat16(wide: Array, packed: Array, packing: Packing) -> Array:
+    """Return a float32 array of numbers that bfloat16 has; see `rounded`."""
+    return ROUND.bind(wide, packed, packing=packing)

@@ -1,0 +1,80 @@
+"""Update packed state that stays on the device, in loops over chunks, so that at most one chunk is wide at a time.
+
+The loops are a part of the step's program. They use the groups and the chunks of the streamed update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from zerojax.config import Config
+from zerojax.offload.chunked import slice_chunk
+from zerojax.optim.equations import update_first_group
+from zerojax.optim.partition import UpdateGroup
+from zerojax.optim.sharding_plan import ShardingPlan
+from zerojax.optim.traced import CONST, GRAD, SHARED
+from zerojax.optim.update import ResidentResults
+from zerojax.placement.storage import to_device
+from zerojax.streaming.chunk_programs import GroupInputs, ProgramKey, update_on_device, write_chunk
+
+if TYPE_CHECKING:
+    from jaxtyping import Array
+
+
+def update_in_chunks(
+    config: Config, plan: ShardingPlan, grads: Sequence, state: Sequence, params: Sequence, value: Array
+) -> ResidentResults:
+    """Run a whole update. The arguments are those of `resident_update`, and no state is offloaded."""
+    partition = plan.analysis(config).partition
+    of_groups = {k for group in partition.groups for k in group.state}
+    first = [None if k in of_groups else x for k, x in enumerate(state)]
+    new_params, leaves, shared, _ = update_first_group(config, plan, grads, first, params, value)
+    for group in partition.groups:
+        given = [grads[i] for i in group.reads(GRAD)], [shared[i] for i in group.reads(SHARED)]
+        inputs = GroupInputs(*given, [partition.consts[i] for i in group.reads(CONST)])
+        old = [to_device(params[i]) for i in group.params]
+        pieces = updated_group(
+            config, plan, group, old, [state[k] for k in group.state], [state[k] for k in group.resident], inputs
+        )
+        new, replaced, resident = pieces
+        new_params |= zip(group.params, new, strict=True)
+        for k, x in zip((*group.state, *group.resident), (*replaced, *resident), strict=True):
+            leaves[k] = x
+    return ResidentResults(new_params, leaves, [], ())
+
+
+def updated_group(
+    config: Config,
+    plan: ShardingPlan,
+    group: UpdateGroup,
+    params: list,
+    state: list,
+    resident: list,
+    inputs: GroupInputs,
+) -> tuple[list, list, list]:
+    """Return the new `(params, state, resident)` of a group. Chunks of equal length are updated in one loop."""
+    chunking = group.chunking
+    if chunking is None or len(chunking.extents) == 1:
+        key = ProgramKey.of(plan, group, 0 if chunking is None else chunking.extents[0])
+        return update_on_device(config, key, params, state, resident, inputs, jnp.int32(0))
+    length, layouts = chunking.extents[0], [plan.state[k] for k in group.state]
+
+    def one(start: Any, length: int, params: list, state: list) -> tuple[list, list]:
+        key = ProgramKey.of(plan, group, length)
+        chunks = [
+            slice_chunk(config.mesh, x, start, of, chunking.dim, length) for x, of in zip(state, layouts, strict=True)
+        ]
+        params, new, _ = update_on_device(config, key, params, chunks, [], inputs, start)
+        trios = zip(state, new, layouts, strict=True)
+        return params, [write_chunk(config, x, chunk, start, of, chunking.dim) for x, chunk, of in trios]
+
+    equal = sum(extent == length for extent in chunking.extents)
+    body = lambda n, carry: one(n * length, length, *carry)
+    params, state = lax.fori_loop(0, equal, body, (params, state))
+    for start, rest in chunking.chunks[equal:]:
+        params, state = one(jnp.int32(start), rest, params, state)
+    return params, state, resident
