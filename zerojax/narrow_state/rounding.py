@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Float, UInt
 
 MANTISSA = 3  # bits of mantissa of the codes with exponents
+FIXED = 17  # bits after the point of a number that is rounded to an integer of 7 bits: 24 in all, as float32 has
 STEP = 0x9E3779B9  # added to a seed at each update: 2^32 over the golden ratio, an odd number, so all seeds occur
 SIGN = 0x80
 
@@ -64,7 +65,9 @@ def narrowed(wide: Array, packed: UInt[Array, "*rows words"], *, packing: Packin
     if packing.format == "float8":
         signed = _to_float_code(part, noise, SIGN - 1)
     else:
-        signed = jnp.minimum(jnp.floor(part * (SIGN - 1) + _uniform(noise)), SIGN - 1).astype(jnp.int32)
+        # In integers, because a compiler may or may not round a product before it adds the noise.
+        fixed = (part * (SIGN - 1 << FIXED)).astype(jnp.uint32) + (noise >> 32 - FIXED)
+        signed = jnp.minimum(fixed >> FIXED, SIGN - 1).astype(jnp.int32)
     signed = jnp.where(x < 0, signed + SIGN, signed)
     unsigned = jnp.maximum(_to_float_code(part, noise, 2 * SIGN - 1), part > 0)
     # A NaN or an infinity is not lost: it makes the scale NaN or infinite, and so the block.
@@ -81,21 +84,19 @@ def rounded(wide: Float[Array, "*rows n"], packed: UInt[Array, "*rows words"], *
 
 def first_packed(wide: Array, packing: Packing, number: int) -> UInt[Array, "*rows words"]:
     """Pack a wide array for the first time. `number` is the leaf's, so that seeds of several leaves differ."""
-    seeds = None
-    if packing.has_seeds:
-        shape = (*packing.shape[:-1], packing.blocks)
-        at = functools.reduce(
-            lambda n, dim: n * jnp.uint32(shape[dim]) + lax.broadcasted_iota(jnp.uint32, shape, dim),
-            range(len(shape)),
-            jnp.zeros(shape, jnp.uint32),
-        )
-        seeds = _mixed(at + _mixed(jnp.uint32(number + 1)))[..., None]
-    empty = jnp.zeros((*packing.shape[:-1], packing.blocks, packing.codes), packing.code_dtype)
-    scales = jnp.zeros((*empty.shape[:-1], 1), jnp.float32) if packing.is_scaled else None
-    # Most first states are constants. XLA would spend seconds to fold the codes of a constant, but an iota is not one.
-    never = lax.broadcasted_iota(jnp.int32, wide.shape, wide.ndim - 1) >= wide.shape[-1]
-    wide = jnp.where(never, 1, wide)
-    return narrow(wide, _packed(empty, scales, seeds, packing), packing)
+    shape = (*packing.shape[:-1], packing.blocks)
+    at = functools.reduce(
+        lambda n, dim: n * jnp.uint32(shape[dim]) + lax.broadcasted_iota(jnp.uint32, shape, dim),
+        range(len(shape)),
+        jnp.zeros(shape, jnp.uint32),
+    )
+    seeds = _mixed(at + _mixed(jnp.uint32(number + 1)))[..., None]
+    # Most first states are constants, and XLA would take seconds to fold the codes of a constant. It does not know that
+    # an integer of 32 bits has fewer than 33 bits set, so this sum is no constant.
+    wide = _joined(_split(wide, packing) + (lax.population_count(seeds) // 33).astype(wide.dtype), packing)
+    empty = jnp.zeros((*shape, packing.codes), packing.code_dtype)
+    scales = jnp.zeros((*shape, 1), jnp.float32) if packing.is_scaled else None
+    return narrow(wide, _packed(empty, scales, seeds if packing.has_seeds else None, packing), packing)
 
 
 def _to_float_code(part: Float[Array, "*block"], noise: Any, largest: int) -> Array:
