@@ -84,7 +84,7 @@ class LayoutPolicy:
     persist_below: int
     stores_compute_dtype: bool = True
     params_on_host: bool = False
-    packs_state: bool = False  # whether the last dim of large leaves must not be sharded, because it has blocks
+    encodes_state: bool = False  # whether the last dim of large leaves must not be sharded, because it has blocks
 
 
 def spec_entry(axes: tuple[str, ...]) -> str | tuple[str, ...] | None:

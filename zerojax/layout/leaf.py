@@ -27,7 +27,7 @@ from zerojax.config.data_mesh import entry_axes, spec_entry
 if TYPE_CHECKING:
     from jaxtyping import Array, PyTree, Shaped
 
-    from zerojax.layout.packing import Packing
+    from zerojax.layout.encoding import Encoding
 
 # The part of a path, or the name of a class, that marks a leaf which takes its gradient as its new value.
 OVERWRITE = "_overwrite_with_gradient"
@@ -82,7 +82,7 @@ class Leaf:
             of 4 hosts, and gradients over all devices. The parameter is padded so that these parts are equal.
         is_quantised: Whether collectives quantise the leaf.
         unquantised: In a run that quantises some leaves, why collectives do not quantise this leaf. A label.
-        packing: What a packed array of the optimizer state represents; None for any other array.
+        encoding: What a encoded array of the optimizer state represents; None for any other array.
     """
 
     path: str = dataclasses.field(compare=False)
@@ -98,7 +98,7 @@ class Leaf:
     further: int = 1
     is_quantised: bool = False
     unquantised: str = dataclasses.field(default="", compare=False)
-    packing: Packing | None = None
+    encoding: Encoding | None = None
 
     @property
     def sent(self) -> str:
@@ -175,7 +175,7 @@ class Leaf:
 
     def __str__(self) -> str:
         """Return type, logical shape, and how the leaf is sharded."""
-        shape = str(self.packing or f"{self.dtype}{list(self.shape)}")
+        shape = str(self.encoding or f"{self.dtype}{list(self.shape)}")
         if self.kind == "replicated":
             return f"{shape} replicated" + (f": {self.reason}" if self.reason else "")
         where = f"flat over {self.shards}" if self.kind == "flat" else f"dim {self.dim} over {self.shards}"

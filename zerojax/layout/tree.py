@@ -206,10 +206,10 @@ def shard_leaf(path: str, shape: tuple[int, ...], dtype, others: tuple, policy: 
         reason = f"small: {leaf.size} elements, under persist_below={policy.persist_below}"
         return with_changes(kind="flat" if leaf.shards > 1 else "replicated", reason=reason)
     free = [i for i in range(len(shape)) if i >= len(others) or not others[i]]
-    if policy.packs_state:
-        from zerojax.layout.packing import is_packable
+    if policy.encodes_state:
+        from zerojax.layout.encoding import is_encodable
 
-        free = [i for i in free if i < len(shape) - 1 or not is_packable(shape, policy.persist_below)]
+        free = [i for i in free if i < len(shape) - 1 or not is_encodable(shape, policy.persist_below)]
     if not free:
         return with_changes(reason="it has no dim, or other mesh axes divide every dim")
     return with_changes(kind="sharded", dim=best_dim(shape, free, leaf.shards))

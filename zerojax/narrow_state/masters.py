@@ -11,11 +11,11 @@ import numpy as np
 from jax import lax
 
 from zerojax.config import Config
+from zerojax.layout.encoding import Encoding
 from zerojax.layout.leaf import Leaf
-from zerojax.layout.packing import Packing
 from zerojax.layout.tree import Layout
-from zerojax.narrow_state.packed_state import may_pack, packed_leaf
-from zerojax.narrow_state.rounding import first_packed, narrow, round_to_bfloat16
+from zerojax.narrow_state.encoded_state import encoded_leaf, may_encode
+from zerojax.narrow_state.rounding import first_encoded, narrow, round_to_bfloat16
 
 if TYPE_CHECKING:
     from jaxtyping import Array
@@ -57,28 +57,28 @@ class Compensated:
 class Rounded:
     """Keep only seeds, with which the bfloat16 parameter is rounded stochastically."""
 
-    packing: Packing
+    encoding: Encoding
 
     def leaf(self, leaf: Leaf) -> Leaf:
-        return packed_leaf(leaf, self.packing)
+        return encoded_leaf(leaf, self.encoding)
 
     def first(self, weight: Array, number: int) -> Array:
-        return first_packed(weight, self.packing, number)
+        return first_encoded(weight, self.encoding, number)
 
     def current(self, master: Array, param: Array) -> Array:
         return param
 
     def kept(self, moved: Array, master: Array) -> tuple[Array, Array]:
-        seeds = narrow(moved, master, self.packing)
-        return round_to_bfloat16(moved, seeds, self.packing), seeds
+        seeds = narrow(moved, master, self.encoding)
+        return round_to_bfloat16(moved, seeds, self.encoding), seeds
 
 
 def narrow_forms(config: Config, trained: Layout, forms: Sequence[Any]) -> list[Any]:
-    """Return `forms`, the `WideMaster` of each parameter or None, with narrow forms for the parameters to pack."""
+    """Return `forms`, the `WideMaster` of each parameter or None, with narrow forms for the parameters to encode."""
 
     def one(form: Any, part: Leaf) -> Any:
-        seeds = Packing(part.shape, np.dtype(part.dtype), "seeds", config.state.block, "stochastic")
-        if form is None or not may_pack(config, part, seeds):
+        seeds = Encoding(part.shape, np.dtype(part.dtype), "seeds", config.state.block, "stochastic")
+        if form is None or not may_encode(config, part, seeds):
             return form
         return Compensated() if config.state.masters == "compensated" else Rounded(seeds)
 

@@ -1,7 +1,7 @@
-"""Convert between wide arrays and packed arrays, with blocks along the last dim. `layout.packing` describes the form.
+"""Convert between wide arrays and encoded arrays, with blocks along the last dim. `layout.encoding` describes the form.
 
 Three primitives do this. An update is analysed equation by equation, and the analyses know that these primitives read
-and write whole blocks: `BY_BLOCK`. So rows of a packed array may be updated by any device and in chunks.
+and write whole blocks: `BY_BLOCK`. So rows of a encoded array may be updated by any device and in chunks.
 
 Codes of 8 bits are fractions of the largest magnitude in the block, its scale. If the block has no negative element,
 the sign of the scale is set, and a code has 5 bits of exponent and 3 of mantissa. Otherwise a code has a sign, and 7
@@ -21,7 +21,7 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-from zerojax.layout.packing import BY_BLOCK, Packing
+from zerojax.layout.encoding import BY_BLOCK, Encoding
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, UInt
@@ -32,29 +32,29 @@ STEP = 0x9E3779B9  # added to a seed at each update: 2^32 over the golden ratio,
 SIGN = 0x80
 
 
-def widened(packed: UInt[Array, "*rows words"], *, packing: Packing) -> Array:
-    """Return the wide array that a packed array represents, in the type of `packing`."""
-    codes, scales, _ = _unpacked(packed, packing)
-    if packing.format == "bfloat16":
+def widened(encoded: UInt[Array, "*rows words"], *, encoding: Encoding) -> Array:
+    """Return the wide array that a encoded array represents, in the type of `encoding`."""
+    codes, scales, _ = _parts_of(encoded, encoding)
+    if encoding.format == "bfloat16":
         wide = lax.bitcast_convert_type(codes.astype(jnp.uint32) << 16, jnp.float32)
     else:
         magnitude = codes & (SIGN - 1)
         fraction = magnitude.astype(jnp.float32) / (SIGN - 1)
-        signed = _from_float_code(magnitude, SIGN - 1) if packing.format == "float8" else fraction
+        signed = _from_float_code(magnitude, SIGN - 1) if encoding.format == "float8" else fraction
         signed = jnp.where(codes >= SIGN, -signed, signed)
         wide = jnp.where(jnp.signbit(scales), _from_float_code(codes, 2 * SIGN - 1), signed) * jnp.abs(scales)
-    return _joined(wide, packing).astype(packing.dtype)
+    return _joined(wide, encoding).astype(encoding.dtype)
 
 
-def narrowed(wide: Array, packed: UInt[Array, "*rows words"], *, packing: Packing) -> UInt[Array, "*rows words"]:
-    """Round a wide array, and pack it. The seeds are those of `packed`, the old packed array, advanced by one step."""
-    _, _, seeds = _unpacked(packed, packing)
+def narrowed(wide: Array, encoded: UInt[Array, "*rows words"], *, encoding: Encoding) -> UInt[Array, "*rows words"]:
+    """Round a wide array, and encode it. The seeds are those of `encoded`, the old encoded array, advanced by one step."""
+    _, _, seeds = _parts_of(encoded, encoding)
     seeds = None if seeds is None else seeds + jnp.uint32(STEP)
-    if packing.format == "seeds":
-        return _packed(None, None, seeds, packing)
-    x, noise = _split(wide.astype(jnp.float32), packing), _noise(seeds, packing.width)
-    if packing.format == "bfloat16":
-        return _packed((_to_bfloat16(x, noise) >> 16).astype(jnp.uint16), None, seeds, packing)
+    if encoding.format == "seeds":
+        return _in_blocks(None, None, seeds, encoding)
+    x, noise = _split(wide.astype(jnp.float32), encoding), _noise(seeds, encoding.width)
+    if encoding.format == "bfloat16":
+        return _in_blocks((_to_bfloat16(x, noise) >> 16).astype(jnp.uint16), None, seeds, encoding)
     # A wide program flushes subnormal numbers to zero, too.
     largest = jnp.max(jnp.abs(x), axis=-1, keepdims=True)
     largest = jnp.where(largest < jnp.finfo(jnp.float32).tiny, 0, largest)
@@ -62,7 +62,7 @@ def narrowed(wide: Array, packed: UInt[Array, "*rows words"], *, packing: Packin
     # A compiler may multiply by the reciprocal of `largest`, which must not be subnormal.
     down = jnp.where(largest > 1, jnp.float32(2.0**-64), 1)
     part = jnp.where(largest > 0, jnp.abs(x) * down / jnp.where(largest > 0, largest * down, 1), 0)
-    if packing.format == "float8":
+    if encoding.format == "float8":
         signed = _to_float_code(part, noise, SIGN - 1)
     else:
         # In integers, because a compiler may or may not round a product before it adds the noise.
@@ -72,19 +72,19 @@ def narrowed(wide: Array, packed: UInt[Array, "*rows words"], *, packing: Packin
     unsigned = jnp.maximum(_to_float_code(part, noise, 2 * SIGN - 1), part > 0)
     # A NaN or an infinity is not lost: it makes the scale NaN or infinite, and so the block.
     codes = jnp.where(has_sign, signed, unsigned).astype(jnp.uint8)
-    return _packed(codes, jnp.where(has_sign, largest, -largest), seeds, packing)
+    return _in_blocks(codes, jnp.where(has_sign, largest, -largest), seeds, encoding)
 
 
-def rounded(wide: Float[Array, "*rows n"], packed: UInt[Array, "*rows words"], *, packing: Packing) -> Array:
-    """Round a float32 array stochastically to numbers that bfloat16 has. The seeds are those of `packed`."""
-    _, _, seeds = _unpacked(packed, packing)
-    bits = _to_bfloat16(_split(wide, packing), _noise(seeds, packing.width))
-    return _joined(lax.bitcast_convert_type(bits, jnp.float32), packing)
+def rounded(wide: Float[Array, "*rows n"], encoded: UInt[Array, "*rows words"], *, encoding: Encoding) -> Array:
+    """Round a float32 array stochastically to numbers that bfloat16 has. The seeds are those of `encoded`."""
+    _, _, seeds = _parts_of(encoded, encoding)
+    bits = _to_bfloat16(_split(wide, encoding), _noise(seeds, encoding.width))
+    return _joined(lax.bitcast_convert_type(bits, jnp.float32), encoding)
 
 
-def first_packed(wide: Array, packing: Packing, number: int) -> UInt[Array, "*rows words"]:
+def first_encoded(wide: Array, encoding: Encoding, number: int) -> UInt[Array, "*rows words"]:
     """Pack a wide array for the first time. `number` is the leaf's, so that seeds of several leaves differ."""
-    shape = (*packing.shape[:-1], packing.blocks)
+    shape = (*encoding.shape[:-1], encoding.blocks)
     at = functools.reduce(
         lambda n, dim: n * jnp.uint32(shape[dim]) + lax.broadcasted_iota(jnp.uint32, shape, dim),
         range(len(shape)),
@@ -93,10 +93,10 @@ def first_packed(wide: Array, packing: Packing, number: int) -> UInt[Array, "*ro
     seeds = _mixed(at + _mixed(jnp.uint32(number + 1)))[..., None]
     # Most first states are constants, and XLA would take seconds to fold the codes of a constant. It does not know that
     # an integer of 32 bits has fewer than 33 bits set, so this sum is no constant.
-    wide = _joined(_split(wide, packing) + (lax.population_count(seeds) // 33).astype(wide.dtype), packing)
-    empty = jnp.zeros((*shape, packing.codes), packing.code_dtype)
-    scales = jnp.zeros((*shape, 1), jnp.float32) if packing.is_scaled else None
-    return narrow(wide, _packed(empty, scales, seeds if packing.has_seeds else None, packing), packing)
+    wide = _joined(_split(wide, encoding) + (lax.population_count(seeds) // 33).astype(wide.dtype), encoding)
+    empty = jnp.zeros((*shape, encoding.codes), encoding.code_dtype)
+    scales = jnp.zeros((*shape, 1), jnp.float32) if encoding.is_scaled else None
+    return narrow(wide, _in_blocks(empty, scales, seeds if encoding.has_seeds else None, encoding), encoding)
 
 
 def _to_float_code(part: Float[Array, "*block"], noise: Any, largest: int) -> Array:
@@ -145,80 +145,80 @@ def _uniform(noise: Any) -> Any:
     return (noise >> 8).astype(jnp.float32) * jnp.float32(2.0**-24)
 
 
-def _split(wide: Array, packing: Packing) -> Array:
+def _split(wide: Array, encoding: Encoding) -> Array:
     """Divide the last dim into blocks: `[*rows, blocks, width]`. Unused elements are zero."""
-    unused = packing.blocks * packing.width - packing.shape[-1]
+    unused = encoding.blocks * encoding.width - encoding.shape[-1]
     if unused:
         wide = jnp.pad(wide, [*[(0, 0)] * (wide.ndim - 1), (0, unused)])
-    return wide.reshape(*wide.shape[:-1], packing.blocks, packing.width)
+    return wide.reshape(*wide.shape[:-1], encoding.blocks, encoding.width)
 
 
-def _joined(blocks: Array, packing: Packing) -> Array:
+def _joined(blocks: Array, encoding: Encoding) -> Array:
     """Undo `_split`."""
-    wide = blocks.reshape(*blocks.shape[:-2], packing.blocks * packing.width)
-    return lax.slice_in_dim(wide, 0, packing.shape[-1], axis=-1)
+    wide = blocks.reshape(*blocks.shape[:-2], encoding.blocks * encoding.width)
+    return lax.slice_in_dim(wide, 0, encoding.shape[-1], axis=-1)
 
 
-def _unpacked(packed: Array, packing: Packing) -> tuple[Array, Any, Any]:
+def _parts_of(encoded: Array, encoding: Encoding) -> tuple[Array, Any, Any]:
     """Return codes, scales and seeds. Their last dim is that of a block, with 1 for scales and seeds, or None."""
-    blocks = packed.reshape(*packed.shape[:-1], packing.blocks, packing.words)
-    size, found = 4 // packing.code_dtype.itemsize, []
-    for n in range(packing.is_scaled + packing.has_seeds):
-        start = packing.codes + n * size
+    blocks = encoded.reshape(*encoded.shape[:-1], encoding.blocks, encoding.words)
+    size, found = 4 // encoding.code_dtype.itemsize, []
+    for n in range(encoding.is_scaled + encoding.has_seeds):
+        start = encoding.codes + n * size
         word = lax.slice_in_dim(blocks, start, start + size, axis=-1)
         word = lax.bitcast_convert_type(word if size > 1 else word[..., 0], jnp.uint32)
         found.append(word[..., None])
-    scales = lax.bitcast_convert_type(found[0], jnp.float32) if packing.is_scaled else None
-    return lax.slice_in_dim(blocks, 0, packing.codes, axis=-1), scales, found[-1] if packing.has_seeds else None
+    scales = lax.bitcast_convert_type(found[0], jnp.float32) if encoding.is_scaled else None
+    return lax.slice_in_dim(blocks, 0, encoding.codes, axis=-1), scales, found[-1] if encoding.has_seeds else None
 
 
-def _packed(codes: Array | None, scales: Array | None, seeds: Array | None, packing: Packing) -> Array:
-    """Undo `_unpacked`."""
+def _in_blocks(codes: Array | None, scales: Array | None, seeds: Array | None, encoding: Encoding) -> Array:
+    """Undo `_parts_of`."""
     words = []
     for word in (scales, seeds):
         if word is not None:
-            bits = lax.bitcast_convert_type(word, packing.code_dtype)
+            bits = lax.bitcast_convert_type(word, encoding.code_dtype)
             words.append(bits.reshape(*word.shape[:-1], -1))
     blocks = (
-        lax.concatenate([*([codes] if packing.codes and codes is not None else []), *words], words[0].ndim - 1)
+        lax.concatenate([*([codes] if encoding.codes and codes is not None else []), *words], words[0].ndim - 1)
         if words
         else codes
     )
-    return blocks.reshape(*blocks.shape[:-2], packing.blocks * packing.words)
+    return blocks.reshape(*blocks.shape[:-2], encoding.blocks * encoding.words)
 
 
-def _primitive(name: str, fn: Callable[..., Array], shape_of: Callable[[Any, Packing], tuple]) -> Primitive:
+def _primitive(name: str, fn: Callable[..., Array], shape_of: Callable[[Any, Encoding], tuple]) -> Primitive:
     """Return a primitive that computes `fn`, which takes arrays with any number of rows."""
     primitive = Primitive(name)
 
-    def aval(first, *_, packing: Packing):
-        shape, dtype = shape_of(first, packing)
+    def aval(first, *_, encoding: Encoding):
+        shape, dtype = shape_of(first, encoding)
         return first.update(shape=shape, dtype=dtype, weak_type=False)
 
     primitive.def_abstract_eval(aval)
-    primitive.def_impl(jax.jit(fn, static_argnames="packing"))
+    primitive.def_impl(jax.jit(fn, static_argnames="encoding"))
     mlir.register_lowering(primitive, mlir.lower_fun(fn, multiple_results=False))
     return primitive
 
 
-_wide_like = lambda x, packing: ((*x.shape[:-1], packing.shape[-1]), packing.dtype)
-_packed_like = lambda x, packing: ((*x.shape[:-1], packing.packed_shape[-1]), packing.code_dtype)
+_wide_like = lambda x, encoding: ((*x.shape[:-1], encoding.shape[-1]), encoding.dtype)
+_encoded_like = lambda x, encoding: ((*x.shape[:-1], encoding.encoded_shape[-1]), encoding.code_dtype)
 WIDEN = _primitive("widen_blocks", widened, _wide_like)
-NARROW = _primitive("narrow_blocks", narrowed, _packed_like)
+NARROW = _primitive("narrow_blocks", narrowed, _encoded_like)
 ROUND = _primitive("round_blocks", rounded, _wide_like)
 assert {WIDEN.name, NARROW.name, ROUND.name} == BY_BLOCK
 
 
-def widen(packed: Array, packing: Packing) -> Array:
-    """Return the wide array that a packed array represents; see `widened`."""
-    return WIDEN.bind(packed, packing=packing)
+def widen(encoded: Array, encoding: Encoding) -> Array:
+    """Return the wide array that a encoded array represents; see `widened`."""
+    return WIDEN.bind(encoded, encoding=encoding)
 
 
-def narrow(wide: Array, packed: Array, packing: Packing) -> Array:
-    """Return a wide array, rounded and packed, with the next seeds of `packed`; see `narrowed`."""
-    return NARROW.bind(wide, packed, packing=packing)
+def narrow(wide: Array, encoded: Array, encoding: Encoding) -> Array:
+    """Return a wide array, rounded and encoded, with the next seeds of `encoded`; see `narrowed`."""
+    return NARROW.bind(wide, encoded, encoding=encoding)
 
 
-def round_to_bfloat16(wide: Array, packed: Array, packing: Packing) -> Array:
+def round_to_bfloat16(wide: Array, encoded: Array, encoding: Encoding) -> Array:
     """Return a float32 array of numbers that bfloat16 has; see `rounded`."""
-    return ROUND.bind(wide, packed, packing=packing)
+    return ROUND.bind(wide, encoded, encoding=encoding)

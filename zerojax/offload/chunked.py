@@ -53,15 +53,15 @@ class Chunking:
         return leaf.kind == "sharded" and len(leaf.shape) > 1 and self == Chunking(0, (1,) * leaf.shape[0])
 
 
-def chunking_of(leaf: Leaf, chunk_bytes: int, *, packed: bool = False) -> Chunking:
+def chunking_of(leaf: Leaf, chunk_bytes: int, *, encoded: bool = False) -> Chunking:
     """Divide each device's shard into equal chunks of at most `chunk_bytes`. The last chunk may be shorter.
 
     The first dim that is long enough (or else the longest) is chunked, because chunks along dim 0 are contiguous. Dims
-    that non-data mesh axes divide are not chunked, and with `packed` the last dim is not. A chunk may exceed
+    that non-data mesh axes divide are not chunked, and with `encoded` the last dim is not. A chunk may exceed
     `chunk_bytes` if its length in the dim is 1.
     """
     local = leaf.local_shape
-    free = [d for d in range(len(local) - packed) if d >= len(leaf.others) or not leaf.others[d]]
+    free = [d for d in range(len(local) - encoded) if d >= len(leaf.others) or not leaf.others[d]]
     if not free:
         return Chunking(0, local[:1])
     wanted = -(-leaf.local_bytes // chunk_bytes)

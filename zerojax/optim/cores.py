@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from zerojax import compat, jaxprs
+from zerojax.layout.encoding import BY_BLOCK
 from zerojax.layout.leaf import Leaf
-from zerojax.layout.packing import BY_BLOCK
 from zerojax.optim.elementwise import has_products, is_by_element
 from zerojax.optim.traced import GRAD, PARAM, STATE, Core, TracedUpdate, equations_behind, union
 

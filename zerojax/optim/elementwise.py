@@ -19,7 +19,7 @@ import jax.core
 import optax
 
 from zerojax import compat, jaxprs
-from zerojax.layout.packing import BY_BLOCK
+from zerojax.layout.encoding import BY_BLOCK
 from zerojax.layout.tree import Layout
 from zerojax.optim.wrapped import TransformationError, guarded
 from zerojax.primitives import Kind

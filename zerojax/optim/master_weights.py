@@ -68,14 +68,14 @@ class WideMaster:
         return moved, moved
 
 
-def master_forms(config: Config, trained: Layout, *, packs: bool = True) -> list[Any]:
+def master_forms(config: Config, trained: Layout, *, encodes: bool = True) -> list[Any]:
     """Return an object like `WideMaster` for each trained parameter, or None for one without a master weight.
 
-    If `packs` is false, all of them are a `WideMaster`.
+    If `encodes` is false, all of them are a `WideMaster`.
     """
     pairs = zip(trained.params, narrow_leaves(trained), strict=True)
     forms: list[Any] = [WideMaster(leaf.dtype) if on else None for leaf, on in pairs]
-    if not packs or config.state is None or config.state.masters == "float32":
+    if not encodes or config.state is None or config.state.masters == "float32":
         return forms
     from zerojax.narrow_state.masters import narrow_forms
 

@@ -112,12 +112,12 @@ class PlannedUpdate:
     def units(self) -> dict[int, Unit]:
         """Map each offloaded state leaf to its `Unit`. At least `Offload.fraction` of the bytes are offloaded.
 
-        Without an offload, the state of a parameter with packed state is a unit, because it is updated in chunks, too.
+        Without an offload, the state of a parameter with encoded state is a unit, because it is updated in chunks, too.
         """
         if self.flat.config.offload is None:
             state, param_of = self.flat.leaves.state, self.flat.leaves.param_of
-            packed = {i for leaf, i in zip(state, param_of, strict=True) if leaf.packing is not None}
-            return {k: i for k, i in enumerate(param_of) if i in packed and i is not None}
+            encoded = {i for leaf, i in zip(state, param_of, strict=True) if leaf.encoding is not None}
+            return {k: i for k, i in enumerate(param_of) if i in encoded and i is not None}
         units, sizes = self._candidates, collections.Counter[Unit]()
         for k, unit in units.items():
             sizes[unit] += self.flat.leaves.state[k].local_bytes
@@ -137,7 +137,7 @@ class PlannedUpdate:
         return {
             k: ("state", k) if i is None else i
             for k, (leaf, i) in enumerate(zip(self.flat.leaves.state, self.flat.leaves.param_of, strict=True))
-            if leaf.shape != () and leaf.kind != "flat" and (leaf.packing or jnp.issubdtype(leaf.dtype, jnp.inexact))
+            if leaf.shape != () and leaf.kind != "flat" and (leaf.encoding or jnp.issubdtype(leaf.dtype, jnp.inexact))
             if leaf.size >= self.flat.config.persist_below and (i is None or covered[i])
         }
 
@@ -161,9 +161,9 @@ class PlannedUpdate:
         for k, i in self.units.items():
             if isinstance(i, int):
                 itemsizes[i] = max(itemsizes.get(i, grads[i].dtype.itemsize), state[k].dtype.itemsize)
-        packed = {i for k, i in self.units.items() if state[k].packing is not None}
+        encoded = {i for k, i in self.units.items() if state[k].encoding is not None}
         chunkings = {
-            i: chunking_of(grads[i], most * grads[i].dtype.itemsize // size, packed=i in packed)
+            i: chunking_of(grads[i], most * grads[i].dtype.itemsize // size, encoded=i in encoded)
             for i, size in itemsizes.items()
         }
         return chunkings | {i: by_row[i] for i in self._params_on_disk}
@@ -342,13 +342,13 @@ def may_chunk(
 
     Element n of each result must depend only on scalars, and on element n of the parameter's arrays. For example, a
     group with a norm of offloaded state, or with a `cond` over all leaves, cannot be chunked. `leaves` has the layouts
-    of the state, and `state` the indices of the leaves that the equations replace after the parameter. Packed arrays
+    of the state, and `state` the indices of the leaves that the equations replace after the parameter. Encoded arrays
     count as the wide arrays that they represent.
     """
     if any(eqn.effects for eqn in equations.jaxpr.eqns):
         return False  # `evaluate_as` would run the effects of both branches of a `cond`, once per chunk
     of_param = lambda kind, k: units.get(k) == i if kind == STATE else kind in (GRAD, PARAM) and k == i
-    wide = lambda k, shape: shape if (packing := leaves[k].packing) is None else packing.shape
+    wide = lambda k, shape: shape if (encoding := leaves[k].encoding) is None else encoding.shape
     jaxpr = equations.jaxpr
     param, *replaced = (var.aval.shape for var in jaxpr.outvars)
     wanted = {param, *map(wide, state, replaced)}

@@ -113,7 +113,7 @@ def plan_of_layout(config: Config, layout: Layout) -> ShardingPlan:
         config.offload.require_jit()
     check_choices(config, layout)
     trained = layout.trained_only()
-    tx = wrapped_tx(config, trained, packs=False)
+    tx = wrapped_tx(config, trained, encodes=False)
     state = compat.eval_shape(tx.init, jax.tree.unflatten(trained.treedef, shapes(trained.grads)))
     param_of = params_of_state(state, trained)
     flat = elementwise_leaves(tx, trained, state, param_of)
@@ -125,9 +125,9 @@ def plan_of_layout(config: Config, layout: Layout) -> ShardingPlan:
     )
     leaves = UpdatedLeaves(grads, lay_out_state(state, trained, param_of=param_of, flat=flat), param_of)
     if config.state is not None:
-        from zerojax.optim.packed_layouts import packed_leaves
+        from zerojax.optim.encoded_layouts import encoded_leaves
 
-        leaves = leaves._replace(state=packed_leaves(config, trained, state, leaves.state))
+        leaves = leaves._replace(state=encoded_leaves(config, trained, state, leaves.state))
     structure = jax.tree.structure(state)
     plan = ShardingPlan(layout, trained, *leaves, structure, chunkings=(None,) * len(leaves.state), tx=config.tx)
     if config.offload is not None or multiplies_matrices(plan.update(config, applies=True)):

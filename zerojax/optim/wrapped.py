@@ -100,21 +100,21 @@ def tree_difference(found: Sequence, required: Sequence[Leaf]) -> str:
     return f"has {surplus[0]} beyond that" if surplus else "has other nodes"
 
 
-def wrapped_tx(config: Config, trained: Layout, *, packs: bool = True) -> optax.GradientTransformationExtraArgs:
-    """Return the user's transformation, wrapped to pack its state and to update master weights if `config` says so.
+def wrapped_tx(config: Config, trained: Layout, *, encodes: bool = True) -> optax.GradientTransformationExtraArgs:
+    """Return the user's transformation, wrapped to encode its state and to update master weights if `config` says so.
 
-    With master weights, its `update` returns new parameters, not increments. If `packs` is false, all state is wide.
+    With master weights, its `update` returns new parameters, not increments. If `encodes` is false, all state is wide.
     """
     inner = with_extra_args(config.tx)
-    if packs and config.state is not None:
-        from zerojax.narrow_state.packed_state import with_packed_state
+    if encodes and config.state is not None:
+        from zerojax.narrow_state.encoded_state import with_encoded_state
 
-        inner = with_packed_state(inner, config, trained)
+        inner = with_encoded_state(inner, config, trained)
     if not config.has_master_weights:
         return inner
     from zerojax.optim.master_weights import master_forms, with_master_weights
 
-    return with_master_weights(inner, master_forms(config, trained, packs=packs))
+    return with_master_weights(inner, master_forms(config, trained, encodes=encodes))
 
 
 def new_params(config: Config, trained: Layout, results: list, params: Any) -> list:

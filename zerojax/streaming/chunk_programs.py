@@ -115,8 +115,8 @@ def updated_chunk(key: ProgramKey, params: Sequence, state: Sequence, inputs: Gr
     """Return the new parameters and the new state of a chunk, as one list."""
     shape = params[0].shape
     new = evaluate_as(key.equations.jaxpr, (), operands(key, params, state, inputs), shape)
-    packed = [*(False for _ in key.params), *(leaf.packing is not None for leaf in key.state)]
-    return [x if is_packed else jnp.broadcast_to(x, shape) for x, is_packed in zip(new, packed, strict=True)]
+    encoded = [*(False for _ in key.params), *(leaf.encoding is not None for leaf in key.state)]
+    return [x if is_encoded else jnp.broadcast_to(x, shape) for x, is_encoded in zip(new, encoded, strict=True)]
 
 
 def operands(key: ProgramKey, params: Sequence, state: Sequence, inputs: GroupInputs) -> list:

@@ -1,4 +1,4 @@
-"""Update packed state that stays on the device, in loops over chunks, so that at most one chunk is wide at a time.
+"""Update encoded state that stays on the device, in loops over chunks, so that at most one chunk is wide at a time.
 
 The loops are a part of the step's program. They use the groups and the chunks of the streamed update.
 """

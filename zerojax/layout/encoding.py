@@ -1,4 +1,4 @@
-"""Describe how a narrow leaf of the optimizer state is packed: in blocks along its last dim, in one integer array.
+"""Describe how a narrow leaf of the optimizer state is encoded: in blocks along its last dim, in one integer array.
 
 A block consists of the codes of its elements, the scale of the block, and a seed for stochastic rounding. The last dim
 of such a leaf is never sharded and never divided into chunks, so each device has whole blocks, and the same blocks on
@@ -14,21 +14,21 @@ from typing import Literal
 import numpy as np
 
 Format = Literal["int8", "float8", "bfloat16", "seeds"]
-# The primitives that widen, pack and round arrays by blocks. Rows may be computed by any device, and in chunks.
+# The primitives that widen, encode and round arrays by blocks. Rows may be computed by any device, and in chunks.
 BY_BLOCK = frozenset({"widen_blocks", "narrow_blocks", "round_blocks"})
-LEAST_DIM = 64  # a leaf is packed if its last dim, and one of its other dims, have at least this many elements
+LEAST_DIM = 64  # a leaf is encoded if its last dim, and one of its other dims, have at least this many elements
 HEADER_WORD = 4  # bytes of a scale, and bytes of a seed
 CODES = {"int8": np.uint8, "float8": np.uint8, "bfloat16": np.uint16, "seeds": np.uint32}
 
 
-def is_packable(shape: tuple[int, ...], persist_below: int) -> bool:
-    """Return whether the state of a parameter of this logical shape may be packed. Does not depend on the mesh."""
+def is_encodable(shape: tuple[int, ...], persist_below: int) -> bool:
+    """Return whether the state of a parameter of this logical shape may be encoded. Does not depend on the mesh."""
     return math.prod(shape) >= persist_below and min(shape[-1:], default=0) >= LEAST_DIM <= max(shape[:-1], default=0)
 
 
 @dataclasses.dataclass(frozen=True)
-class Packing:
-    """The form of a packed array, and the wide array that it represents.
+class Encoding:
+    """The form of a encoded array, and the wide array that it represents.
 
     Attributes:
         shape: Logical shape of the wide array.
@@ -64,7 +64,7 @@ class Packing:
 
     @property
     def code_dtype(self) -> np.dtype:
-        """Return the type of the packed array."""
+        """Return the type of the encoded array."""
         return np.dtype(CODES[self.format])
 
     @property
@@ -74,12 +74,12 @@ class Packing:
 
     @property
     def words(self) -> int:
-        """Return the elements of the packed array per block: codes, then the scale, then the seed."""
+        """Return the elements of the encoded array per block: codes, then the scale, then the seed."""
         return self.codes + (self.is_scaled + self.has_seeds) * HEADER_WORD // self.code_dtype.itemsize
 
     @property
-    def packed_shape(self) -> tuple[int, ...]:
-        """Return the logical shape of the packed array."""
+    def encoded_shape(self) -> tuple[int, ...]:
+        """Return the logical shape of the encoded array."""
         return (*self.shape[:-1], self.blocks * self.words)
 
     def __str__(self) -> str:
