@@ -19,9 +19,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax.checkpoint.arrays import ReadRequest, as_keys, as_stored, place_whole
 from zerojax.checkpoint.manifest import Manifest, SavedLeaf, made_by
-from zerojax.checkpoint.restoring import match, other_optimizer, read_request
+from zerojax.checkpoint.restoring import as_wanted, match, new_seeds, other_optimizer, read_request
 from zerojax.checkpoint.saving import record_of
-from zerojax.checkpoint.state_leaves import StateLeaf, convert, state_leaves, with_leaves
+from zerojax.checkpoint.state_leaves import ROUNDING, StateLeaf, convert, state_leaves, with_leaves
 from zerojax.comm.mesh import auto_context, on_auto_mesh, replicated
 from zerojax.comm.processes import Processes
 from zerojax.config import Config
@@ -91,17 +91,21 @@ def with_experts(to: Config, leaf: Leaf) -> jax.ShapeDtypeStruct:
 
 def moved_state(state: ZeroState, like: ZeroState, *, donate: bool) -> ZeroState:
     """Return the state in the layout of `like`, a state of shapes. If `donate` is true, free each moved array."""
-    given = state_leaves(state)
+    given, of_like = state_leaves(state), state_leaves(like)
+    is_extra = lambda one, others: one.path[0] == ROUNDING and one.name not in others
+    lacking = {name: one for name, one in of_like.items() if is_extra(one, given)}
+    given = {name: one for name, one in given.items() if not is_extra(one, of_like)}
+    of_like = {name: one for name, one in of_like.items() if name not in lacking}
     description = description_of(state.plan.tx, state.plan.trained)
     records = tuple(map(record_of, given.values()))
     manifest = Manifest(0, records, files={}, made_by=made_by(1), transformation=description)
-    matched = match(records, state_leaves(like), partial=False, where="The state", remedy=REMEDY)
+    matched = match(records, of_like, partial=False, where="The state", remedy=REMEDY)
     if warning := other_optimizer(manifest, like.plan, "The state", REMEDY):
         warnings.warn(warning, stacklevel=5)
     open_files([leaf.array for _, leaf in matched.pairs])
     if donate:  # frees narrow parameters, which are made again from the master weights
         free(jax.tree.leaves(state, is_leaf=is_chunked), keep=[leaf.array for leaf in given.values()])
-    moved: dict[str, Any] = {}
+    moved: dict[str, Any] = {name: new_seeds(one) for name, one in lacking.items()}
     moves = [(given[saved.name], saved, leaf) for saved, leaf in matched.pairs]
     # Leaves that shrink come first. Otherwise devices would hold the grown leaves and those that are still to shrink.
     moves.sort(key=lambda move: bytes_on_device(move[2].array) - bytes_on_device(move[0].array))
@@ -178,6 +182,7 @@ def moved_leaf(given: StateLeaf, saved: SavedLeaf, wanted: StateLeaf) -> Any:
         moved = convert(x, dataclasses.replace(given.leaf, dtype=x.dtype), request.leaf, request.sharding)
     else:
         moved = moved_through_host(x, request)
+    moved = as_wanted(moved, request, wanted)
     if is_chunked(node):
         return replaced(node, moved)
     return jax.device_put(moved, node.sharding) if node.sharding.memory_kind in KINDS else moved

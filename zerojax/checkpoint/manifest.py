@@ -31,6 +31,7 @@ import orbax.checkpoint as ocp
 from zerojax.checkpoint.directory import MANIFEST, MANIFEST_DIGEST, step_name, step_number, steps_in, write_synced
 from zerojax.checkpoint.errors import CheckpointError, DamagedError, ReplacedError
 from zerojax.comm.processes import Processes
+from zerojax.layout.encoding import Encoding
 from zerojax.optim.description import Description
 from zerojax.version import version
 
@@ -71,6 +72,7 @@ class SavedLeaf:
     folder: str  # name of the leaf's folder in `arrays/`; empty if the leaf has no elements, or is packed
     key: str | None = None  # name of the PRNG implementation, if the leaf holds PRNG keys
     pieces: tuple[PackedPiece, ...] = ()  # where a packed leaf is in the files of packed leaves
+    encoding: Encoding | None = None  # of a leaf of the optimizer state that `Narrow` encodes
 
     @property
     def is_empty(self) -> bool:
@@ -88,7 +90,7 @@ class SavedLeaf:
 
     @property
     def described(self) -> str:
-        return f"{self.dtype}{list(self.shape)}"
+        return str(self.encoding or f"{self.dtype}{list(self.shape)}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,8 +163,10 @@ def parse_manifest(body: dict[str, Any]) -> Manifest:
 
 def parse_leaf(body: dict[str, Any]) -> SavedLeaf:
     """Build a leaf from its JSON. Leaves of format 1 have no pieces."""
-    pieces = tuple(map(parse_piece, body.get("pieces", ())))
-    return SavedLeaf(**{**body, "path": tuple(body["path"]), "shape": tuple(body["shape"]), "pieces": pieces})
+    pieces, found = tuple(map(parse_piece, body.get("pieces", ()))), body.get("encoding")
+    encoding = found and Encoding(**{**found, "shape": tuple(found["shape"])})
+    changed = {"path": tuple(body["path"]), "shape": tuple(body["shape"]), "pieces": pieces, "encoding": encoding}
+    return SavedLeaf(**{**body, **changed})
 
 
 def parse_piece(body: dict[str, Any]) -> PackedPiece:

@@ -16,15 +16,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 
 from zerojax.checkpoint import arrays, data_state
 from zerojax.checkpoint.directory import step_name
 from zerojax.checkpoint.manifest import Manifest, SavedLeaf, data_file, made_by
-from zerojax.checkpoint.state_leaves import StateLeaf, state_leaves, with_leaves
+from zerojax.checkpoint.state_leaves import ROUNDING, StateLeaf, convert, placed_like, state_leaves, with_leaves
 from zerojax.comm.mesh import on_auto_mesh
 from zerojax.comm.processes import Processes
 from zerojax.compat import common_dtype
 from zerojax.layout.leaf import is_chunked
+from zerojax.narrow_state.encoded_state import encoded_leaf, wide_leaf
 from zerojax.offload.chunked import filled, kept, replaced
 from zerojax.optim.description import Description, description_of
 from zerojax.optim.sharding_plan import ShardingPlan
@@ -96,7 +98,7 @@ def read_state(
     leaves, is_state = state_leaves(like), isinstance(like, ZeroState)
     # The tree of a hand-written loop has no loss scale, and may have no step. With "params", `like` keeps its own.
     optional = {"step", "scaling"} if partial != "params" else set()
-    optional |= set() if is_state else {"opt_state", "mutable"}
+    optional |= {ROUNDING} if is_state else {"opt_state", "mutable", ROUNDING}
     unwanted = optional - {leaf.path[0] for leaf in leaves.values()}
     unsaved = optional - {leaf.path[0] for leaf in manifest.leaves}
     saved = [leaf for leaf in manifest.leaves if leaf.path[0] not in unwanted]
@@ -107,6 +109,9 @@ def read_state(
     restored = copies_of({name: wanted[name].array for name in matched.missing})
     restored |= read_leaves(folder, matched.pairs)
     for name in leaves.keys() - wanted.keys():
+        if leaves[name].path[0] == ROUNDING:
+            restored[name] = new_seeds(leaves[name])
+            continue
         x, value = leaves[name].array, {"step": manifest.step, "scaling.scale": 1}.get(name, 0)
         keeps = name == "scaling.scale" and not are_shapes(x)
         restored[name] = jnp.copy(x) if keeps else jnp.full(x.shape, value, x.dtype, device=x.sharding)
@@ -127,20 +132,30 @@ def copies_of(nodes: Mapping[str, Any]) -> dict[str, Any]:
 
 def read_leaves(folder: Path, pairs: Sequence[tuple[SavedLeaf, StateLeaf]]) -> dict[str, Any]:
     """Read each leaf into the place, layout and type in which the state keeps the leaf. Return the leaves by name."""
-    requests = {wanted.name: (read_request(saved, wanted), wanted.array) for saved, wanted in pairs}
-    on_devices = {name: request for name, (request, array) in requests.items() if not is_chunked(array)}
+    requests = {wanted.name: (read_request(saved, wanted), wanted) for saved, wanted in pairs}
+    on_devices = {name: request for name, (request, wanted) in requests.items() if not is_chunked(wanted.array)}
     restored = dict(zip(on_devices, arrays.read_arrays(folder, list(on_devices.values())), strict=True))
-    for name, (request, node) in requests.items():
-        if is_chunked(node) and request.leaf.dtype == node.dtype:
+    for name, (request, wanted) in requests.items():
+        node = wanted.array
+        if not is_chunked(node):
+            restored[name] = as_wanted(restored[name], request, wanted)
+        elif request.leaf.dtype == node.dtype and request.leaf.encoding == node.leaf.encoding:
             restored[name] = filled(node, functools.partial(arrays.read_part, folder, request.saved, request.leaf))
-        elif is_chunked(node):  # integer state, which becomes float in the first update
-            restored[name] = replaced(node, *arrays.read_arrays(folder, [request]))
+        else:  # another encoding, or integer state, which becomes float in the first update
+            restored[name] = replaced(node, as_wanted(*arrays.read_arrays(folder, [request]), request, wanted))
     return restored
 
 
 def read_request(saved: SavedLeaf, wanted: StateLeaf) -> arrays.ReadRequest:
-    """Return the request to read `saved` as `wanted` is stored. If `wanted` takes any type, keep the saved type."""
+    """Return the request to read `saved` as `wanted` is stored. If `wanted` takes any type, keep the saved type.
+
+    A leaf that is encoded in another way is read as it was saved. `as_wanted` converts it.
+    """
     shape, dtype = wanted.leaf.shape, wanted.array.dtype
+    if saved.encoding != wanted.leaf.encoding:
+        leaf = wide_leaf(wanted.leaf)
+        leaf = leaf if saved.encoding is None else encoded_leaf(leaf, saved.encoding)
+        return arrays.ReadRequest(saved, leaf, wanted.array.sharding)
     if saved.key is not None:
         data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, dtype))
         shape, dtype = data.shape, data.dtype
@@ -148,6 +163,20 @@ def read_request(saved: SavedLeaf, wanted: StateLeaf) -> arrays.ReadRequest:
         dtype = jnp.dtype(saved.dtype)
     leaf = dataclasses.replace(wanted.leaf, shape=shape, dtype=dtype)
     return arrays.ReadRequest(saved, leaf, wanted.array.sharding)
+
+
+def as_wanted(x: Any, request: arrays.ReadRequest, wanted: StateLeaf) -> Any:
+    """Return an array that was read or moved as `request` says, in the encoding of `wanted`."""
+    same = request.leaf.encoding == wanted.leaf.encoding
+    return x if same else convert(x, request.leaf, wanted.leaf, request.sharding)
+
+
+def new_seeds(wanted: StateLeaf) -> Any:
+    """Return seeds with which a parameter is rounded, for a state that was saved without them."""
+    sharding = NamedSharding(wanted.array.sharding.mesh, wanted.array.sharding.spec)
+    wide = dataclasses.replace(wide_leaf(wanted.leaf), encoding=None)
+    zeros = jnp.zeros(wide.storage_shape, wide.dtype, device=sharding)
+    return placed_like(wanted.array, convert(zeros, wide, wanted.leaf, sharding))
 
 
 def read_data(folder: Path, manifest: Manifest, template: Any, processes: Processes) -> Any:
@@ -219,6 +248,8 @@ def why_not_restorable(saved: SavedLeaf | None, wanted: StateLeaf) -> str:
     needed = f"{wanted.dtype}{list(wanted.leaf.shape)}"
     if saved is None:
         return f"nothing is there, {needed} is wanted"
+    if saved.encoding != wanted.leaf.encoding:  # compare the wide arrays
+        saved, wanted = wide_record(saved), wide_state_leaf(wanted)
     if saved.shape != tuple(wanted.leaf.shape):
         return f"{saved.described} is there, {needed} is wanted"
     if (saved.key is None) == arrays.is_key(wanted.array):
@@ -230,6 +261,18 @@ def why_not_restorable(saved: SavedLeaf | None, wanted: StateLeaf) -> str:
     return f"{saved.described} is there, {needed} is wanted, which cannot represent every value"
 
 
+def wide_record(saved: SavedLeaf) -> SavedLeaf:
+    """Return the record of the wide array that a saved leaf represents."""
+    wide = saved.encoding
+    return saved if wide is None else dataclasses.replace(saved, shape=wide.shape, dtype=wide.dtype, encoding=None)
+
+
+def wide_state_leaf(wanted: StateLeaf) -> StateLeaf:
+    """Return the wide array that a leaf represents, as a shape."""
+    leaf = wide_leaf(wanted.leaf)
+    return dataclasses.replace(wanted, leaf=leaf, array=jax.ShapeDtypeStruct(leaf.storage_shape, leaf.dtype))
+
+
 def is_rounded(saved: SavedLeaf, wanted: StateLeaf) -> bool:
     """Return whether restoring rounds the parameter `saved` to the narrower type of `wanted`, as `tx.create` does."""
     return wanted.narrow and saved.key is None and widens_exactly(wanted.dtype, saved.dtype)
@@ -237,7 +280,11 @@ def is_rounded(saved: SavedLeaf, wanted: StateLeaf) -> bool:
 
 def takes_any_dtype(wanted: StateLeaf) -> bool:
     """Return whether `wanted` accepts any saved type: an update may turn integer optimizer state into floats."""
-    return wanted.path[0] == "opt_state" and jnp.issubdtype(wanted.leaf.dtype, jnp.integer)
+    return (
+        wanted.path[0] == "opt_state"
+        and wanted.leaf.encoding is None
+        and jnp.issubdtype(wanted.leaf.dtype, jnp.integer)
+    )
 
 
 def widens_exactly(narrow: Any, wide: Any) -> bool:

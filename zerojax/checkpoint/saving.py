@@ -256,7 +256,9 @@ def saved_leaves(leaves: dict[str, StateLeaf]) -> tuple[SavedLeaf, ...]:
 
 def record_of(one: StateLeaf, folder: str = "") -> SavedLeaf:
     key = str(jax.random.key_impl(one.array)) if is_key(one.array) else None
-    return SavedLeaf(one.name, one.path, tuple(one.leaf.shape), one.dtype, one.leaf.kind, folder, key)
+    return SavedLeaf(
+        one.name, one.path, tuple(one.leaf.shape), one.dtype, one.leaf.kind, folder, key, encoding=one.leaf.encoding
+    )
 
 
 def folder_name(path: tuple[str, ...], taken: Collection[str]) -> str:

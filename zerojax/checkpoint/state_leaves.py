@@ -18,12 +18,15 @@ from zerojax.config import path_of
 from zerojax.layout.leaf import Leaf, is_chunked, is_padded, is_stored_node
 from zerojax.offload.chunked import joined, replaced
 from zerojax.optim.logical_state import current_masters, split_masters
-from zerojax.optim.master_weights import MasterState
+from zerojax.optim.master_weights import MasterState, form_of
 from zerojax.placement.storage import in_logical_shape, leaves_of, to_device
 from zerojax.train.state import ZeroState
 
 if TYPE_CHECKING:
     from jaxtyping import PyTree
+
+
+ROUNDING = "rounding"  # the field of seeds of parameters, which only `Narrow(masters="rounded")` has
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +52,7 @@ def state_leaves(state: ZeroState | PyTree) -> dict[str, StateLeaf]:
     for field in ("opt_state", "mutable"):
         require_arrays(field, getattr(state, field))
     plan = state.plan
-    opt_state, _ = split_masters(plan, state.opt_state)
+    opt_state, kept = split_masters(plan, state.opt_state)
     masters = current_masters(plan, state.params, state.opt_state)
     leaves = [leaf for field in ("step", "scaling") for leaf in leaves_of_tree(field, getattr(state, field))]
     stored = [x.storage if is_padded(x) else x for x in leaves_of(state.params)]
@@ -57,6 +60,9 @@ def state_leaves(state: ZeroState | PyTree) -> dict[str, StateLeaf]:
     for i, (path, x, layout) in enumerate(zip(paths, stored, plan.layout.params, strict=True)):
         narrow = i not in masters and layout.dtype != plan.layout.grads[i].dtype
         leaves.append(state_leaf("params", path, *masters.get(i, (layout, x)), narrow))
+    leaves += [
+        state_leaf(ROUNDING, paths[i], *kept_of) for i, kept_of in kept.items() if kept_of[0].encoding is not None
+    ]
     arrays = jax.tree.leaves(opt_state, is_leaf=is_chunked)
     for path, x, layout in zip(key_paths(opt_state), arrays, plan.state, strict=False):
         leaves.append(state_leaf("opt_state", path, layout, x))
@@ -86,17 +92,26 @@ def with_leaves(like: ZeroState | PyTree, arrays: dict[str, Any]) -> Any:
     params = [arrays[leaf_name("params", path)] for path in paths]
     if masters:
         structure = jax.tree.structure(like.opt_state.master, is_leaf=is_chunked)
-        opt_state = MasterState(opt_state, jax.tree.unflatten(structure, [params[i] for i in masters]))
-        shardings = [x.sharding for x in jax.tree.leaves(like.params, is_leaf=is_chunked)]
-        for i, (leaf, _) in masters.items():
-            wide = joined(params[i]) if is_chunked(params[i]) else params[i]
-            params[i] = convert(wide, leaf, layout.params[i], shardings[i])
+        shardings, kept = [x.sharding for x in jax.tree.leaves(like.params, is_leaf=is_chunked)], []
+        for i, (leaf, node) in masters.items():
+            if leaf.encoding is not None:
+                kept.append(arrays[leaf_name(ROUNDING, paths[i])])
+                continue
+            wide, form = params[i], form_of(leaf, layout.params[i])
+            params[i] = convert(joined(wide) if is_chunked(wide) else wide, leaf, layout.params[i], shardings[i])
+            kept.append(wide if form.is_weight else placed_like(node, jax.jit(form.first, static_argnums=1)(wide, i)))
+        opt_state = MasterState(opt_state, jax.tree.unflatten(structure, kept))
     nodes, structure = jax.tree.flatten(like.params, is_leaf=is_chunked)
     # If the parameters are on disk, narrow copies of master weights are written to the files of the parameters.
     pairs = zip(nodes, params, strict=True)
     params = [replaced(node, x) if is_chunked(node) and not is_chunked(x) else x for node, x in pairs]
     stored = jax.tree.unflatten(structure, params)
     return like.replace(params=stored, opt_state=opt_state, **fields)
+
+
+def placed_like(node: Any, x: Any) -> Any:
+    """Return an array on the devices in the place of `node`, which is an offloaded leaf or any other."""
+    return replaced(node, x) if is_chunked(node) else x
 
 
 def refilled(field: str, tree: PyTree, arrays: dict[str, Any]) -> PyTree:
@@ -151,6 +166,11 @@ def convert(x: Any, source: Leaf, target: Leaf, sharding: Sharding) -> Any:
 @functools.lru_cache(maxsize=256)
 def converter(source: Leaf, target: Leaf, sharding: Sharding):
     def program(x):
-        return in_storage_shape(in_logical_shape(to_device(x), source), target).astype(target.dtype)
+        x = in_logical_shape(to_device(x), source)
+        if source.encoding != target.encoding:
+            from zerojax.narrow_state.rounding import recoded
+
+            x = recoded(x, source.encoding, target.encoding)
+        return in_storage_shape(x, target).astype(target.dtype)
 
     return jax.jit(program, out_shardings=sharding)

@@ -32,14 +32,14 @@ class Encoding:
 
     Attributes:
         shape: Logical shape of the wide array.
-        dtype: Type of the wide array.
+        dtype: Name of the wide array's type.
         format: How elements are coded. With `"seeds"`, a block has only a seed, and no elements.
         block: Largest number of elements per block.
         rounding: How an element is rounded to its code. With `"nearest"`, blocks have no seeds.
     """
 
     shape: tuple[int, ...]
-    dtype: np.dtype
+    dtype: str
     format: Format
     block: int
     rounding: Literal["stochastic", "nearest"]

@@ -56,7 +56,7 @@ def encodings_of(config: Config, trained: Layout, state: Any) -> dict[int, Encod
     for k, ((path, x), i) in enumerate(zip(found, params_of_state(state, trained), strict=True)):
         if i is None or x.shape != trained.grads[i].shape or not jnp.issubdtype(x.dtype, jnp.floating):
             continue
-        encoding = Encoding(x.shape, np.dtype(x.dtype), option.format, option.block, option.rounding)
+        encoding = Encoding(x.shape, str(x.dtype), option.format, option.block, option.rounding)
         seen = jax.ShapeDtypeStruct(x.shape, x.dtype)
         if may_encode(config, trained.grads[i], encoding) and (
             option.where is None or option.where(path_of(path), seen)
@@ -70,7 +70,7 @@ def may_encode(config: Config, leaf: Leaf, encoding: Encoding) -> bool:
     last = leaf.others[-1] if len(leaf.others) == len(leaf.shape) else None
     parts = config.data.size(entry_axes(last))
     whole = not last or leaf.shape[-1] % (parts * encoding.width) == 0  # other mesh axes must not divide a block
-    return whole and is_encodable(leaf.shape, config.persist_below) and encoding.dtype.itemsize < 8
+    return whole and is_encodable(leaf.shape, config.persist_below) and np.dtype(leaf.dtype).itemsize < 8
 
 
 def encoded_leaf(leaf: Leaf, encoding: Encoding) -> Leaf:
@@ -83,5 +83,5 @@ def wide_leaf(leaf: Leaf) -> Leaf:
     return (
         leaf
         if encoding is None
-        else dataclasses.replace(leaf, shape=encoding.shape, dtype=encoding.dtype, encoding=None)
+        else dataclasses.replace(leaf, shape=encoding.shape, dtype=jnp.dtype(encoding.dtype), encoding=None)
     )

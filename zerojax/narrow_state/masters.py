@@ -31,6 +31,8 @@ class Compensated:
         Zamirai et al. 2020, arXiv 2010.06192, algorithm 1.
     """
 
+    is_weight = False
+
     def leaf(self, leaf: Leaf) -> Leaf:
         return dataclasses.replace(leaf, dtype=np.dtype(jnp.bfloat16))
 
@@ -58,6 +60,7 @@ class Rounded:
     """Keep only seeds, with which the bfloat16 parameter is rounded stochastically."""
 
     encoding: Encoding
+    is_weight = False
 
     def leaf(self, leaf: Leaf) -> Leaf:
         return encoded_leaf(leaf, self.encoding)
@@ -77,7 +80,7 @@ def narrow_forms(config: Config, trained: Layout, forms: Sequence[Any]) -> list[
     """Return `forms`, the `WideMaster` of each parameter or None, with narrow forms for the parameters to encode."""
 
     def one(form: Any, part: Leaf) -> Any:
-        seeds = Encoding(part.shape, np.dtype(part.dtype), "seeds", config.state.block, "stochastic")
+        seeds = Encoding(part.shape, str(part.dtype), "seeds", config.state.block, "stochastic")
         if form is None or not may_encode(config, part, seeds):
             return form
         return Compensated() if config.state.masters == "compensated" else Rounded(seeds)

@@ -47,7 +47,7 @@ def widened(encoded: UInt[Array, "*rows words"], *, encoding: Encoding) -> Array
 
 
 def narrowed(wide: Array, encoded: UInt[Array, "*rows words"], *, encoding: Encoding) -> UInt[Array, "*rows words"]:
-    """Round a wide array, and encode it. The seeds are those of `encoded`, the old encoded array, advanced by one step."""
+    """Round and encode a wide array. The seeds are those of `encoded`, the old encoded array, advanced by one step."""
     _, _, seeds = _parts_of(encoded, encoding)
     seeds = None if seeds is None else seeds + jnp.uint32(STEP)
     if encoding.format == "seeds":
@@ -201,7 +201,7 @@ def _primitive(name: str, fn: Callable[..., Array], shape_of: Callable[[Any, Enc
     return primitive
 
 
-_wide_like = lambda x, encoding: ((*x.shape[:-1], encoding.shape[-1]), encoding.dtype)
+_wide_like = lambda x, encoding: ((*x.shape[:-1], encoding.shape[-1]), jnp.dtype(encoding.dtype))
 _encoded_like = lambda x, encoding: ((*x.shape[:-1], encoding.encoded_shape[-1]), encoding.code_dtype)
 WIDEN = _primitive("widen_blocks", widened, _wide_like)
 NARROW = _primitive("narrow_blocks", narrowed, _encoded_like)
@@ -222,3 +222,13 @@ def narrow(wide: Array, encoded: Array, encoding: Encoding) -> Array:
 def round_to_bfloat16(wide: Array, encoded: Array, encoding: Encoding) -> Array:
     """Return a float32 array of numbers that bfloat16 has; see `rounded`."""
     return ROUND.bind(wide, encoded, encoding=encoding)
+
+
+def recoded(x: Array, source: Encoding | None, target: Encoding | None) -> Array:
+    """Convert an array of logical shape from one encoding to another. None: the array is wide. New seeds begin anew."""
+    if source is not None and source.format != "seeds":
+        x = widen(x, source)
+    if target is None:
+        return x
+    wide = jnp.zeros(target.shape, target.dtype) if target.format == "seeds" else x
+    return first_encoded(wide, target, 0)

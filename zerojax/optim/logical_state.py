@@ -11,12 +11,14 @@ file finds them for checkpoints, exports, `reshard` and `ZeroTransformation.weig
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.core
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from zerojax.comm.mesh import auto_context, mesh_of, on_auto_mesh, replicated, to_storage, wait_if_simulated
@@ -24,7 +26,7 @@ from zerojax.config import Config
 from zerojax.layout.leaf import Leaf, is_chunked, is_padded, is_stored_node
 from zerojax.layout.tree import layout_of
 from zerojax.offload.chunked import joined
-from zerojax.optim.master_weights import MasterState, current_weight, is_copy, narrow_leaves
+from zerojax.optim.master_weights import MasterState, form_of, is_copy, narrow_leaves
 from zerojax.optim.returned_state import Annotated, as_planned, rechunked, seen_in
 from zerojax.optim.sharding_plan import ShardingPlan, make_plan, plan_of_layout
 from zerojax.optim.update import check_state, unshard_after_update
@@ -127,8 +129,18 @@ def gathered(config: Config, tree: PyTree, leaves: tuple[Leaf, ...]) -> Any:
 @functools.lru_cache(maxsize=16)
 def gather_program(mesh: Mesh, leaves: tuple[Leaf, ...]) -> Any:
     """Return a jitted function that gathers arrays in storage shape into replicated logical arrays."""
-    all_logical = lambda arrays: list(map(in_logical_shape, arrays, leaves))
+    all_logical = lambda arrays: list(map(wide_array, arrays, leaves))
     return jax.jit(functools.partial(on_auto_mesh, mesh, all_logical), out_shardings=replicated(mesh))
+
+
+def wide_array(stored: Array, leaf: Leaf) -> Array:
+    """Return a stored array in logical shape. Decode it if it is encoded."""
+    x = in_logical_shape(stored, leaf)
+    if leaf.encoding is None:
+        return x
+    from zerojax.narrow_state.rounding import widen
+
+    return widen(x, leaf.encoding)
 
 
 def as_params(config: Config, mirror: PyTree, params: PyTree) -> Any:
@@ -142,6 +154,8 @@ def as_params(config: Config, mirror: PyTree, params: PyTree) -> Any:
             f"The tree does not mirror the parameters that are trained: it {tree_difference(found, plan.grads)}. Give "
             f"one tree of the state, such as optax.tree_utils.tree_get(state, 'mu')."
         )
+    encoded = {i: leaf for leaf, i in zip(plan.state, plan.param_of, strict=True) if leaf.encoding is not None}
+    found = [(path, decoded(x, encoded.get(i))) for i, (path, x) in enumerate(found)]
     for (path, x), leaf in zip(found, plan.grads, strict=True):
         if tuple(x.shape) != leaf.storage_shape or is_padded(x):
             raise ValueError(
@@ -151,6 +165,15 @@ def as_params(config: Config, mirror: PyTree, params: PyTree) -> Any:
     arrays = [joined(x) if is_chunked(x) else x for _, x in found]
     wait_if_simulated(config.mesh, (arrays, params))
     return with_new(config, plan, arrays, params)
+
+
+def decoded(x: Any, leaf: Leaf | None) -> Any:
+    """Return the wide array of a state leaf in storage, if it is encoded as `leaf` is, and otherwise `x`."""
+    if leaf is None or tuple(x.shape) != leaf.storage_shape:
+        return x
+    from zerojax.narrow_state.rounding import widen
+
+    return widen(joined(x) if is_chunked(x) else x, leaf.encoding)
 
 
 def with_new(config: Config, plan: ShardingPlan, arrays: list, params: PyTree) -> Any:
@@ -171,7 +194,10 @@ Layouts = tuple[Leaf, Leaf]  # of a master weight, and of its parameter
 
 
 def split_masters(plan: ShardingPlan, opt_state: PyTree) -> tuple[PyTree, dict[int, tuple[Leaf, Any]]]:
-    """Return the wrapped transformation's state and, by parameter index, each master weight's layout and array."""
+    """Return the wrapped transformation's state and, by parameter index, the layout and array kept by `WideMaster`.
+
+    If `Narrow(masters=)` is used, other classes keep less than a master weight.
+    """
     if not isinstance(opt_state, MasterState):
         return opt_state, {}
     arrays, others = (jax.tree.leaves(tree, is_leaf=is_chunked) for tree in (opt_state.master, opt_state.inner))
@@ -189,23 +215,28 @@ def current_masters(
     and return new arrays for all master weights. If any leaf is a shape, return the leaves of `opt_state` unchanged.
     Under `jax.jit`, `mesh` must be the caller's mesh.
     """
-    _, masters = split_masters(plan, opt_state)
-    leaves = leaves_of(params)
-    arrays = jax.tree.leaves([[x for _, x in masters.values()], [leaves[i] for i in masters]])
+    kept, leaves = split_masters(plan, opt_state)[1], leaves_of(params)
+    layouts = {i: (leaf, plan.layout.params[i]) for i, (leaf, _) in kept.items()}
+    # The weight of a parameter with seeds is the parameter itself.
+    kept = {i: (leaf, x) for i, (leaf, x) in kept.items() if leaf.encoding is None}
+    wide = {i: dataclasses.replace(leaf, dtype=plan.layout.grads[i].dtype) for i, (leaf, _) in kept.items()}
+    arrays = jax.tree.leaves([[x for _, x in kept.values()], [leaves[i] for i in kept]])
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in arrays):
-        return masters
+        shape = lambda x, leaf: jax.ShapeDtypeStruct(leaf.storage_shape, leaf.dtype, sharding=x.sharding)
+        return {i: (wide[i], x if form_of(*layouts[i]).is_weight else shape(x, wide[i])) for i, (_, x) in kept.items()}
 
     def current(stored: dict[int, tuple[Any, Any]]) -> dict[int, Array]:
         pairs = {i: (on_device(master), on_device(param)) for i, (master, param) in stored.items()}
-        layouts = lambda: tuple((masters[i][0], plan.layout.params[i]) for i in pairs)
+        of_pair = lambda: tuple(layouts[i] for i in pairs)
         auto = mesh_of(next(iter(pairs.values()))[0])
         if compare:
             wait_if_simulated(auto, pairs)
-            same = jax.device_get(of_pairs(auto, layouts(), compare=True)(list(pairs.values())))
+            same = jax.device_get(of_pairs(auto, of_pair(), compare=True)(list(pairs.values())))
             pairs = {i: pair for (i, pair), on in zip(pairs.items(), same, strict=True) if not on}
-        new = of_pairs(auto, layouts(), compare=False)(list(pairs.values())) if pairs else ()
+        new = of_pairs(auto, of_pair(), compare=False)(list(pairs.values())) if pairs else ()
         return dict(zip(pairs, new, strict=True))
 
+    masters = {i: (wide[i], x) for i, (_, x) in kept.items()}
     specs = {i: leaf.spec for i, (leaf, _) in masters.items()}
     # Offloaded leaves are loaded one at a time, because device memory may be too small for all of them.
     alone = [i for i, (_, x) in masters.items() if is_chunked(x) or is_chunked(leaves[i])]
@@ -245,9 +276,12 @@ def of_pairs(mesh: Mesh, layouts: tuple[Layouts, ...], *, compare: bool) -> Any:
 
     def one(of: Layouts, master: Array, param: Array) -> Array:
         of_master, of_param = of
-        moved = to_storage(mesh, in_logical_shape(param, of_param), of_master).astype(master.dtype)
+        form, moved = form_of(*of), to_storage(mesh, in_logical_shape(param, of_param), of_master)
+        if compare and not form.is_weight:
+            return jnp.zeros((), bool)
+        moved = moved.astype(master.dtype if form.is_weight else jnp.float32)
         if compare:
             return is_copy(master, moved, of_param.dtype).all()
-        return to_storage(mesh, current_weight(master, moved, of_param.dtype), of_master)
+        return to_storage(mesh, form.current(master, moved), of_master)
 
     return jax.jit(lambda pairs: [one(of, *pair) for of, pair in zip(layouts, pairs, strict=True)])

@@ -50,6 +50,7 @@ class WideMaster:
     """
 
     stored: Any
+    is_weight = True  # whether what is kept may be the weight itself
 
     def leaf(self, leaf: Leaf) -> Leaf:
         """Return the layout of what is kept. `leaf` is the layout of the wide weight."""
@@ -80,6 +81,15 @@ def master_forms(config: Config, trained: Layout, *, encodes: bool = True) -> li
     from zerojax.narrow_state.masters import narrow_forms
 
     return narrow_forms(config, trained, forms)
+
+
+def form_of(master: Leaf, param: Leaf) -> Any:
+    """Return the object like `WideMaster` of a parameter, from the layouts of what is kept and of the parameter."""
+    if master.encoding is None and master.dtype != param.dtype:
+        return WideMaster(param.dtype)
+    from zerojax.narrow_state.masters import Compensated, Rounded
+
+    return Compensated() if master.encoding is None else Rounded(master.encoding)
 
 
 def with_master_weights(

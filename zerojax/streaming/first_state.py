@@ -22,9 +22,10 @@ from zerojax.config import Config
 from zerojax.layout.leaf import Leaf, is_chunked, is_stored_node
 from zerojax.layout.padded import Padded
 from zerojax.layout.tree import canonical, has_gradient, is_numeric
+from zerojax.narrow_state.encoded_state import wide_leaf
 from zerojax.offload.chunked import chunks_of
 from zerojax.offload.host import check_host_memory
-from zerojax.optim.master_weights import narrow_leaves
+from zerojax.optim.master_weights import form_of, narrow_leaves
 from zerojax.optim.returned_state import is_on_disk
 from zerojax.optim.sharding_plan import ShardingPlan, state_shapes
 from zerojax.optim.traced import trace_inlined
@@ -120,10 +121,10 @@ def adopt_state(config: Config, plan: ShardingPlan, state: PyTree, params: PyTre
     # Remove the prefix of the wrapped transformation's state from the paths, because a plain state lacks this prefix.
     prefix = INNER if config.has_master_weights else ""
     inner = plan.state[: len(plan.state) - len(masters)]
-    wanted = [dataclasses.replace(leaf, path=leaf.path.removeprefix(prefix)) for leaf in inner]
+    wanted = [dataclasses.replace(wide_leaf(leaf), path=leaf.path.removeprefix(prefix)) for leaf in inner]
     found = plain_leaves(plan, state, wanted)
     values = [checked_leaf(x, leaf, may_be_wider=not plan.offloaded) for x, leaf in zip(found, wanted, strict=True)]
-    values = [*values, *masters]
+    values = [*map(encoded_value, values, inner, range(len(inner))), *masters]
     if any(isinstance(x, jax.core.Tracer) for x in values):
         stored = [to_storage(config.mesh, jnp.asarray(x), leaf) for x, leaf in zip(values, plan.state, strict=True)]
         return state_to_host(config, plan, jax.tree.unflatten(plan.state_def, stored))
@@ -140,11 +141,24 @@ def adopt_state(config: Config, plan: ShardingPlan, state: PyTree, params: PyTre
 
 
 def master_weights(plan: ShardingPlan, params: PyTree) -> list:
-    """Return master weights, in logical shape, for parameters whose stored type is narrower than the planned type."""
+    """Return what is kept of master weights, in logical shape; see `master_weights.WideMaster`."""
     as_array = lambda x: logical_array(x) if isinstance(x, Padded | jax.Array) else np.asarray(x)
     leaves = leaves_of(params)
     narrow = zip(plan.layout.trained, plan.trained.grads, narrow_leaves(plan.trained), strict=True)
-    return [as_array(leaves[i]).astype(part.dtype) for i, part, on in narrow if on]
+    wide = [as_array(leaves[i]).astype(part.dtype) for i, part, on in narrow if on]
+    kept = plan.state[len(plan.state) - len(wide) :]
+    on = [i for i, on in enumerate(narrow_leaves(plan.trained)) if on]
+    forms = [form_of(leaf, plan.trained.params[i]) for leaf, i in zip(kept, on, strict=True)]
+    return [form.first(x, i) for form, x, i in zip(forms, wide, on, strict=True)]
+
+
+def encoded_value(x: Any, leaf: Leaf, number: int) -> Any:
+    """Return a wide array as `leaf` is stored, without padding. `number` is that of the leaf."""
+    if leaf.encoding is None:
+        return x
+    from zerojax.narrow_state.rounding import first_encoded
+
+    return first_encoded(jnp.asarray(x), leaf.encoding, number)
 
 
 def plain_leaves(plan: ShardingPlan, state: PyTree, wanted: Sequence[Leaf]) -> list:
