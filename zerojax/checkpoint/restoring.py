@@ -153,9 +153,8 @@ def read_request(saved: SavedLeaf, wanted: StateLeaf) -> arrays.ReadRequest:
     """
     shape, dtype = wanted.leaf.shape, wanted.array.dtype
     if saved.encoding != wanted.leaf.encoding:
-        leaf = wide_leaf(wanted.leaf)
-        leaf = leaf if saved.encoding is None else encoded_leaf(leaf, saved.encoding)
-        return arrays.ReadRequest(saved, leaf, wanted.array.sharding)
+        leaf, sharding = wide_leaf(wanted.leaf), wanted.array.sharding
+        return arrays.ReadRequest(saved, encoded_leaf(leaf, saved.encoding) if saved.encoding else leaf, sharding)
     if saved.key is not None:
         data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, dtype))
         shape, dtype = data.shape, data.dtype

@@ -154,26 +154,16 @@ def as_params(config: Config, mirror: PyTree, params: PyTree) -> Any:
             f"The tree does not mirror the parameters that are trained: it {tree_difference(found, plan.grads)}. Give "
             f"one tree of the state, such as optax.tree_utils.tree_get(state, 'mu')."
         )
-    encoded = {i: leaf for leaf, i in zip(plan.state, plan.param_of, strict=True) if leaf.encoding is not None}
-    found = [(path, decoded(x, encoded.get(i))) for i, (path, x) in enumerate(found)]
     for (path, x), leaf in zip(found, plan.grads, strict=True):
         if tuple(x.shape) != leaf.storage_shape or is_padded(x):
             raise ValueError(
                 f"{jax.tree_util.keystr(path)} has shape {list(x.shape)}, but the optimizer's state of its parameter "
-                f"has {list(leaf.storage_shape)} in storage. Give a tree of the state that this transformation made."
+                f"has {list(leaf.storage_shape)} in storage. Give a tree of the state that this transformation made, and "
+                f"that Narrow(where=) keeps wide."
             )
     arrays = [joined(x) if is_chunked(x) else x for _, x in found]
     wait_if_simulated(config.mesh, (arrays, params))
     return with_new(config, plan, arrays, params)
-
-
-def decoded(x: Any, leaf: Leaf | None) -> Any:
-    """Return the wide array of a state leaf in storage, if it is encoded as `leaf` is, and otherwise `x`."""
-    if leaf is None or tuple(x.shape) != leaf.storage_shape:
-        return x
-    from zerojax.narrow_state.rounding import widen
-
-    return widen(joined(x) if is_chunked(x) else x, leaf.encoding)
 
 
 def with_new(config: Config, plan: ShardingPlan, arrays: list, params: PyTree) -> Any:

@@ -46,26 +46,24 @@ class MasterState(NamedTuple):
 class WideMaster:
     """Keep a master weight as a copy in the type of the update. `stored` is the parameter's type.
 
-    `Narrow(masters=)` has other classes with these methods. Parameters are given in the type of the update.
+    `Narrow(masters=)` has other classes with these methods. `leaf` converts the layout of a wide weight to that of what
+    is kept, and `first` makes what is kept. `current` returns the weight from which the next update starts. `kept`
+    returns the new parameter, which will be cast, and what is kept. Parameters are given in the type of the update.
     """
 
     stored: Any
-    is_weight = True  # whether what is kept may be the weight itself
+    is_weight = True  # whether the weight itself is kept
 
     def leaf(self, leaf: Leaf) -> Leaf:
-        """Return the layout of what is kept. `leaf` is the layout of the wide weight."""
         return leaf
 
     def first(self, weight: Array, number: int) -> Array:
-        """Return what is kept for a new `weight`. `number` differs between parameters."""
         return weight
 
     def current(self, master: Array, param: Array) -> Array:
-        """Return the weight from which the next update starts, from what is kept and from the parameter."""
         return current_weight(master, param, self.stored)
 
     def kept(self, moved: Array, master: Array) -> tuple[Array, Array]:
-        """Return the new parameter, which will be cast, and what is kept. `master` is what was kept before."""
         return moved, moved
 
 

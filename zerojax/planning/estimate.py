@@ -24,6 +24,7 @@ from zerojax.config.precision import Precision
 from zerojax.config.tuning import Tuning, fields_of, unknown_option
 from zerojax.config.wire import Wire
 from zerojax.gpus.devices import Topology, abstract_mesh
+from zerojax.narrow_state.option import Narrow
 from zerojax.offload.options import Offload
 from zerojax.optim.sharding_plan import make_plan
 from zerojax.planning.absent_program import is_array, named_sharding
@@ -44,6 +45,7 @@ class EstimateOptions(TypedDict, total=False):
     overwrite: Any
     expert_axis: str | tuple[str, ...] | None
     wire: Wire | None
+    state: Narrow | None
     tuning: Tuning | None
 
 
@@ -106,7 +108,7 @@ def estimate(
         accumulate: Microbatches per step. With more microbatches, stages 2 and 3 send more.
         **options: As for `zero_shard`: `precision` (default for a number of parameters: bfloat16), `offload` (ignored
             at stage 0), `trainable`, `overwrite`, `wire` (at stages that support it), `expert_axis` for shapes whose
-            `NamedSharding` or Flax metadata names it, and `tuning`, such as `Tuning(shard_axis="gpu")` with hosts. The
+            `NamedSharding` or Flax metadata names it, `state`, and `tuning`, such as `Tuning(shard_axis="gpu")` with hosts. The
             `params_axis` of `tuning` counts at stage 3 only, and `persist_below` is ignored if `model` is a number.
 
     Returns:
@@ -134,7 +136,8 @@ def estimate(
     rows, size, trained = [], 0, 0
     for count in (devices,) if isinstance(devices, str) or not isinstance(devices, Sequence) else devices:
         axes = mesh_axes(count)
-        params = model_shapes(model) if number is None else vector(number, axes["user_mesh"].size)
+        width = options["state"].block if options.get("state") else 1
+        params = model_shapes(model) if number is None else vector(number, axes["user_mesh"].size, width)
         for stage in stages:
             config = Config(tx, stage, **axes, **config_options(dict(options), number, stage))
             plan = make_plan(config, params)
@@ -183,12 +186,13 @@ def config_options(options: dict[str, Any], number: float | None, stage: int) ->
     return {name: value for name, value in options.items() if name != "tuning"} | changed
 
 
-def vector(count: float, devices: int) -> PyTree:
-    """Return one vector of `count` parameters. Its length is rounded up to a multiple of `devices`."""
+def vector(count: float, devices: int, width: int) -> PyTree:
+    """Return `count` parameters as rows of `width`. The number of rows is rounded up to a multiple of `devices`."""
     if not 1 <= count < np.inf:
         raise ValueError(f"The model has {count} parameters; a count of at least 1 is required, such as 7.5e9.")
-    size = int(count)
-    return {"parameters": jax.ShapeDtypeStruct((size + -size % devices,), jnp.float32)}
+    rows = -(-int(count) // width)
+    shape = (rows + -rows % devices, width)
+    return {"parameters": jax.ShapeDtypeStruct(shape if width > 1 else shape[:1], jnp.float32)}
 
 
 def model_shapes(model: Any) -> PyTree:
