@@ -82,8 +82,7 @@ def zero_shard(
             `_overwrite_with_gradient` always does so. The new value is the elementwise maximum over microbatches
             and, in device view, over devices. These parameters are replicated, keep their type, and do not count in
             gradient norms. `tx` sees an `optax.MaskedNode()` for each.
-        state: The types in which optimizer state and master weights are stored, such as `Narrow("int8")`. None: as the
-            transformation makes them.
+        state: How optimizer state and master weights are stored, such as `Narrow("int8")`. None: as `tx` makes them.
         **unknown: Not accepted. The error for a field of `Tuning` says how to pass it.
 
     Returns:

@@ -30,7 +30,7 @@ from zerojax.optim.master_weights import MasterState, form_of, is_copy, narrow_l
 from zerojax.optim.returned_state import Annotated, as_planned, rechunked, seen_in
 from zerojax.optim.sharding_plan import ShardingPlan, make_plan, plan_of_layout
 from zerojax.optim.update import check_state, unshard_after_update
-from zerojax.optim.wrapped import tree_difference
+from zerojax.placement.problems import tree_difference
 from zerojax.placement.storage import in_logical_shape, in_storage, leaves_of, sharding_tree, storage_leaves, to_device
 
 if TYPE_CHECKING:
@@ -158,8 +158,8 @@ def as_params(config: Config, mirror: PyTree, params: PyTree) -> Any:
         if tuple(x.shape) != leaf.storage_shape or is_padded(x):
             raise ValueError(
                 f"{jax.tree_util.keystr(path)} has shape {list(x.shape)}, but the optimizer's state of its parameter "
-                f"has {list(leaf.storage_shape)} in storage. Give a tree of the state that this transformation made, and "
-                f"that Narrow(where=) keeps wide."
+                f"has {list(leaf.storage_shape)} in storage. Give a tree of the state that this transformation made "
+                f"and, with Narrow, keeps wide."
             )
     arrays = [joined(x) if is_chunked(x) else x for _, x in found]
     wait_if_simulated(config.mesh, (arrays, params))

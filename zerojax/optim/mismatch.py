@@ -14,7 +14,8 @@ from zerojax.config import Config, LayoutPolicy
 from zerojax.layout.leaf import Leaf, is_chunked, is_padded
 from zerojax.layout.tree import Layout, layout_of
 from zerojax.optim.sharding_plan import ShardingPlan
-from zerojax.optim.wrapped import tree_difference, wrapped_tx
+from zerojax.optim.wrapped import wrapped_tx
+from zerojax.placement.problems import tree_difference
 from zerojax.placement.storage import shapes
 
 if TYPE_CHECKING:

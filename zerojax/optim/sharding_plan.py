@@ -82,18 +82,9 @@ class ShardingPlan(CachedHash):
 
     def __str__(self) -> str:
         """Return a line with stage and axes, then one line per leaf with its type, logical shape and layout."""
-        policy, sent = self.layout.policy, lambda leaf: f", {leaf.sent}" if leaf.sent else ""
-        rows = []
-        for i, leaf in enumerate(self.layout.params):
-            why = self.layout.why_not_trained(i)
-            rows.append(("params", leaf, sent(leaf) + (f", {why}" if why not in leaf.reason else "")))
-        rows += [("grads", leaf, sent(leaf)) for leaf in self.grads]
-        chunks = [f", offloaded in {len(x.extents)} chunks" if x else "" for x in self.chunkings]
-        rows += [("opt_state", leaf, more) for leaf, more in zip(self.state, chunks, strict=True)]
-        title = f"stage {policy.stage} over {policy.data.in_words()}, {policy.data.workers} workers"
-        return "\n".join(
-            [title, *(f"{part}{leaf.path}  {leaf}{more}" for part, leaf, more in rows), *self.update_in_words]
-        )
+        from zerojax.optim.plan_text import text_of
+
+        return text_of(self)
 
     @property
     def update_in_words(self) -> list[str]:

@@ -16,6 +16,7 @@ import optax
 from zerojax.config import Config
 from zerojax.layout.leaf import Leaf
 from zerojax.layout.tree import Layout
+from zerojax.placement.problems import tree_difference
 from zerojax.placement.storage import cast
 
 if TYPE_CHECKING:
@@ -89,15 +90,6 @@ def check_new_state(leaves: Sequence[Leaf], state: PyTree) -> None:
             f"The transformation changes the tree of its state: what update returns {tree_difference(found, leaves)}, "
             f"and init did not. How the state is sharded is planned from init: let it return a state of the same tree."
         )
-
-
-def tree_difference(found: Sequence, required: Sequence[Leaf]) -> str:
-    """Describe how the paths of a flattened tree differ from the required paths."""
-    paths, wanted = [jax.tree_util.keystr(path) for path, _ in found], [leaf.path for leaf in required]
-    if lacking := [path for path in wanted if path not in paths]:
-        return f"lacks {lacking[0]}"
-    surplus = [path for path in paths if path not in wanted]
-    return f"has {surplus[0]} beyond that" if surplus else "has other nodes"
 
 
 def wrapped_tx(config: Config, trained: Layout, *, encodes: bool = True) -> optax.GradientTransformationExtraArgs:

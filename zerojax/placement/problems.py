@@ -175,3 +175,12 @@ def elsewhere(mesh: Mesh | None, which: str, x: jax.Array) -> str:
                 f"sharding that it had, with jax.device_put(x, old.sharding), or place parameters with tx.shard."
             )
     return ""
+
+
+def tree_difference(found: Sequence, required: Sequence[Leaf]) -> str:
+    """Describe how the paths of a flattened tree differ from the required paths."""
+    paths, wanted = [jax.tree_util.keystr(path) for path, _ in found], [leaf.path for leaf in required]
+    if lacking := [path for path in wanted if path not in paths]:
+        return f"lacks {lacking[0]}"
+    surplus = [path for path in paths if path not in wanted]
+    return f"has {surplus[0]} beyond that" if surplus else "has other nodes"

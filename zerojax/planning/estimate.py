@@ -108,8 +108,8 @@ def estimate(
         accumulate: Microbatches per step. With more microbatches, stages 2 and 3 send more.
         **options: As for `zero_shard`: `precision` (default for a number of parameters: bfloat16), `offload` (ignored
             at stage 0), `trainable`, `overwrite`, `wire` (at stages that support it), `expert_axis` for shapes whose
-            `NamedSharding` or Flax metadata names it, `state`, and `tuning`, such as `Tuning(shard_axis="gpu")` with hosts. The
-            `params_axis` of `tuning` counts at stage 3 only, and `persist_below` is ignored if `model` is a number.
+            `NamedSharding` or Flax metadata names it, `state`, and `tuning`, such as `Tuning(shard_axis="gpu")` with
+            hosts. Its `params_axis` counts at stage 3 only, and its `persist_below` is ignored if `model` is a number.
 
     Returns:
         An `Estimate`, whose rows are in the order of `devices`, then of `stages`.

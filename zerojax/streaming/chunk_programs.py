@@ -164,11 +164,12 @@ def write_new_params(
     if dim is None:
         return list(new)
     return [
-        write_chunk(config, x, chunk, start, leaf, dim) for x, chunk, leaf in zip(params, new, key.params, strict=True)
+        write_into_shards(config, x, chunk, start, leaf, dim)
+        for x, chunk, leaf in zip(params, new, key.params, strict=True)
     ]
 
 
-def write_chunk(config: Config, x: Array, chunk: Array, start: Any, leaf: Leaf, dim: int) -> Array:
+def write_into_shards(config: Config, x: Array, chunk: Array, start: Any, leaf: Leaf, dim: int) -> Array:
     """Write a chunk into every device's shard of an array, at index `start` of `dim`."""
     write = lambda x, chunk, start: lax.dynamic_update_slice_in_dim(x, chunk, start, dim)
     return per_shard(config.mesh, write, leaf, 2)(x, chunk, start)

@@ -30,7 +30,7 @@ from zerojax.optim.returned_state import is_on_disk
 from zerojax.optim.sharding_plan import ShardingPlan, state_shapes
 from zerojax.optim.traced import trace_inlined
 from zerojax.optim.update import first_leaves, state_to_host
-from zerojax.optim.wrapped import tree_difference
+from zerojax.placement.problems import tree_difference
 from zerojax.placement.storage import leaf_sharding, leaves_of, logical_array, place_array, to_device
 from zerojax.streaming.stores import abandoned_on_error, disk_nodes, kept_on_device, store_for
 

@@ -19,7 +19,7 @@ from zerojax.optim.sharding_plan import ShardingPlan
 from zerojax.optim.traced import CONST, GRAD, SHARED
 from zerojax.optim.update import ResidentResults
 from zerojax.placement.storage import to_device
-from zerojax.streaming.chunk_programs import GroupInputs, ProgramKey, update_on_device, write_chunk
+from zerojax.streaming.chunk_programs import GroupInputs, ProgramKey, update_on_device, write_into_shards
 
 if TYPE_CHECKING:
     from jaxtyping import Array
@@ -70,7 +70,7 @@ def updated_group(
         ]
         params, new, _ = update_on_device(config, key, params, chunks, [], inputs, start)
         trios = zip(state, new, layouts, strict=True)
-        return params, [write_chunk(config, x, chunk, start, of, chunking.dim) for x, chunk, of in trios]
+        return params, [write_into_shards(config, x, chunk, start, of, chunking.dim) for x, chunk, of in trios]
 
     equal = sum(extent == length for extent in chunking.extents)
     body = lambda n, carry: one(n * length, length, *carry)

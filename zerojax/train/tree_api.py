@@ -52,8 +52,7 @@ from zerojax.optim.update import (
     unshard_after_update,
     update_shards,
 )
-from zerojax.optim.wrapped import tree_difference
-from zerojax.placement.problems import check_present, unusable_named, warn_of_misplaced
+from zerojax.placement.problems import check_present, tree_difference, unusable_named, warn_of_misplaced
 from zerojax.placement.storage import (
     Form,
     cast,
