@@ -235,10 +235,9 @@ VERBS = set(
     Iterate Join Keep Lay Leave Let Lift List Load Lock Lower Make Map Mark Match Measure Merge Move Multiply Name Open
     Order Pack Pad Parse Partition Pickle Pin Place Plan Prepare Print Process Publish Pull Put Raise Read Rebuild
     Receive Record Reduce Reduce-scatter Refuse Register Rematerialise Remember Remove Rename Repeat Replace
-    Replicate Resolve Restore Restrict Return Rewrite Round Run Say Send Separate Set Shard Share Show Slice Slide Solve Sort
-    Split
-    Stack Stall Start Stop Store Sum Take Tell Tile Time Trace Train Transpose Undo Unlock Update Wait Warn Watch
-    Wrap Write Yield
+    Replicate Resolve Restore Restrict Return Rewrite Round Run Say Send Separate Set Shard Share Show Slice Slide Solve
+    Sort Split Stack Stall Start Stop Store Sum Take Tell Tile Time Trace Train Transpose Undo Unlock Update Wait Warn
+    Watch Wrap Write Yield
     """.split()
 )
 # What to say instead: everything else; does not, must not; are sent; per worker; per parameter; instead; forever.

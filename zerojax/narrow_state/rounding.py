@@ -60,7 +60,7 @@ def narrowed(wide: Array, encoded: UInt[Array, "*rows words"], *, encoding: Enco
     largest = jnp.where(largest < jnp.finfo(jnp.float32).tiny, 0, largest)
     down = jnp.where(largest > 1, jnp.float32(2.0**-64), 1)
     part = jnp.where(largest > 0, jnp.abs(x) * down / jnp.where(largest > 0, largest * down, 1), 0)
-    # In integers, because a compiler may or may not round a product before it adds the noise.
+    # In integers, because it depends on the program whether a product is rounded before the noise is added.
     fixed = (part * (SIGN - 1 << FIXED)).astype(jnp.uint32) + (noise >> 32 - FIXED)
     linear = jnp.minimum(fixed >> FIXED, SIGN - 1).astype(jnp.int32)
     signed = _to_float_code(part, noise, SIGN - 1) if encoding.format == "float8" else linear

@@ -23,7 +23,7 @@ from zerojax import compat, jaxprs
 from zerojax.layout.leaf import Leaf
 from zerojax.offload.chunked import Chunking, chunking_of, row_chunkings_of
 from zerojax.offload.options import CHUNK_BYTES, Offload
-from zerojax.optim.elementwise import LEAF, MIXED, SCALAR, Known, walk
+from zerojax.optim.elementwise import LEAF, MIXED, SCALAR, Known, has_products, walk
 from zerojax.optim.owned import OwnedUpdate, owned_update
 from zerojax.optim.traced import (
     EXTRA,
@@ -112,10 +112,13 @@ class PlannedUpdate:
     def units(self) -> dict[int, Unit]:
         """Map each offloaded state leaf to its `Unit`. At least `Offload.fraction` of the bytes are offloaded.
 
-        Without an offload, the state of a parameter with encoded state is a unit, because it is updated in chunks, too.
+        Without an offload, the state of a parameter with encoded state is a unit, because it is updated in chunks, too,
+        unless the update multiplies matrices.
         """
         if self.flat.config.offload is None:
             state, param_of = self.flat.leaves.state, self.flat.leaves.param_of
+            if all(leaf.encoding is None for leaf in state) or any(map(has_products, self.traced.jaxpr.eqns)):
+                return {}
             encoded = {i for leaf, i in zip(state, param_of, strict=True) if leaf.encoding is not None}
             return {k: i for k, i in enumerate(param_of) if i in encoded and i is not None}
         units, sizes = self._candidates, collections.Counter[Unit]()
