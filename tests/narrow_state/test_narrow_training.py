@@ -109,9 +109,6 @@ def test_stages_offloads_and_microbatches_store_the_same_bits(kind, options, tmp
         step["reduction"] = "sum"
     tx = transformation(8, **NARROW[kind], **options)
     state = trained(tx, **step)
-    decoded = lambda tx, state: jax.tree.map(
-        np.asarray, (tx.unshard(state.opt_state, state.params), tx.unshard(state.params))
-    )
     one = transformation(8, **NARROW[kind])
     wanted = trained(one)
     jax.tree.map(np.testing.assert_array_equal, decoded(tx, state), decoded(one, wanted))
