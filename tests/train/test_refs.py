@@ -67,14 +67,21 @@ def stashed_in_an_argument(new_ref):
     return lambda params, batch: jnp.mean(stash(ref, batch @ params["w"]) ** 2), (ref,)
 
 
-def read_under_remat(new_ref):
+def used_under_remat(new_ref):
+    """Read and count in a remat, which both passes run."""
     ref = new_ref(jnp.full((), 2.0))
-    layer = jax.checkpoint(lambda params, x: jnp.tanh(ref[...] * (x @ params["w"])))
+
+    @jax.checkpoint
+    def layer(params, x):
+        out = jnp.tanh(ref[...] * (x @ params["w"]))
+        ref[...] += 1
+        return out
+
     return lambda params, batch: jnp.mean(layer(params, batch) ** 2), (ref,)
 
 
 @pytest.mark.parametrize("stage", [3, 1])
-@pytest.mark.parametrize("make", [plumbed, stashed, stashed_in_an_argument, read_under_remat])
+@pytest.mark.parametrize("make", [plumbed, stashed, stashed_in_an_argument, used_under_remat])
 def test_refs_on_the_mesh_hold_what_plain_jax_writes(make, stage):
     loss, refs = make(jax.new_ref)
     wanted = jax.jit(jax.value_and_grad(loss))(PARAMS, BATCH)
