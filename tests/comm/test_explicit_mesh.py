@@ -153,6 +153,20 @@ def test_results_compose_with_the_callers_explicit_code():
         np.testing.assert_allclose(value, loss_fn(params(), batch()) + batch()["x"].mean(), rtol=1e-5)
 
 
+def test_arrays_whose_types_say_reduced_or_unreduced():
+    """A reduced array is replicated. An unreduced one is partial sums, which JAX refuses on Auto axes."""
+    mesh, full = data_mesh(), params()["w"]
+    copies = [jax.device_put(full, device) for device in mesh.devices.flat]
+
+    def found(spec):
+        x = jax.make_array_from_single_device_arrays(full.shape, NamedSharding(mesh, spec), copies)
+        return sharded(mesh).shard({"w": x})["w"]
+
+    np.testing.assert_array_equal(found(P(reduced={"data"})), full)
+    with pytest.raises(ValueError, match="Unreduced axes"):
+        found(P(unreduced={"data"}))
+
+
 def test_initialises_with_the_callers_explicit_code():
     mesh = data_mesh()
     with jax.set_mesh(mesh):

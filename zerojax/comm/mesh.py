@@ -275,7 +275,7 @@ def moved(x: Any, mesh: Any, spec: PartitionSpec) -> Any:
     if isinstance(x, jax.core.Tracer):
         return jax.sharding.reshard(x, NamedSharding(mesh.abstract_mesh, spec))
     old = x if isinstance(x, NamedSharding) else x.sharding
-    sharding = NamedSharding(mesh, old.spec, memory_kind=old.memory_kind)
+    sharding = NamedSharding(mesh, old.spec.update(reduced=frozenset()), memory_kind=old.memory_kind)
     if isinstance(x, NamedSharding):
         return sharding
     if isinstance(x, jax.ShapeDtypeStruct):
