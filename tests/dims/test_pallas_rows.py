@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import NamedSharding, PartitionSpec
 
 from zerojax import compat, zero_shard
@@ -43,10 +44,45 @@ def call(body, grid, x, w, out, shape=None):
     )(x, w)
 
 
+def kept(ref, w, out, scratch):
+    scratch[...] = jnp.where(pl.program_id(1) == 0, 0.0, scratch[...]) + ref[...]
+    out[...] = scratch[...] * w[...]
+
+
+def prefetched(w, ref, out):
+    out[...] = ref[...] * w[0]
+
+
+def scratch_call(grid, block, semantics=None, out=None):
+    """A kernel with scratch memory, which carries a sum along the grid's second dim."""
+    return lambda x, w: pl.pallas_call(
+        kept,
+        out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=0,
+            grid=grid,
+            in_specs=[block, pl.BlockSpec((3,), lambda i, j: (j,))],
+            out_specs=block,
+            scratch_shapes=[pltpu.VMEM(tuple(n for n in block.block_shape if n), x.dtype)],
+        ),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=semantics),
+        interpret=True,
+    )(x, w)
+
+
+def prefetched_call(x, w):
+    """A kernel of one row, whose scalars each program reads."""
+    block = pl.BlockSpec((6,), lambda i, w: (0,))
+    spec = pltpu.PrefetchScalarGridSpec(num_scalar_prefetch=1, grid=(1,), in_specs=[block], out_specs=block)
+    out = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return pl.pallas_call(prefetched, out_shape=out, grid_spec=spec, interpret=True)(w, x)
+
+
 whole = ((6,), lambda *_: (0,))
 half = ((3,), lambda i: (i,))
 rows = lambda n: ((n, 6), lambda i, *_: (i, 0))
 second = ((2, 3), lambda j, i: (i, j))
+part = pl.BlockSpec((2, 3), lambda i, j: (i, j))
 PROVED = {
     "a row per program": call(sine, (ROWS,), rows(1), whole, rows(1)),
     "two rows per program": call(sine, (ROWS // 2,), rows(2), whole, rows(2)),
@@ -55,9 +91,14 @@ PROVED = {
     "the number of another dim": call(numbered(0), (2, ROWS // 2), second, ((3,), lambda j, i: (j,)), second),
     "vmapped": jax.vmap(call(sine, (1,), whole, whole, whole, (6,)), in_axes=(0, None)),
     "the number of programs, a constant": call(counted, (ROWS,), rows(1), whole, rows(1)),
+    "scratch memory and vmap": jax.vmap(scratch_call((1, 2), pl.BlockSpec((3,), lambda i, j: (j,))), in_axes=(0, None)),
+    "scratch memory, declared parallel": scratch_call((ROWS // 2, 2), part, ("parallel", "arbitrary")),
+    "scalars and vmap": jax.vmap(prefetched_call, in_axes=(0, None)),
     "vmapped with a number": jax.vmap(call(numbered(0), (2,), half, half, half, (6,)), in_axes=(0, None)),
 }
 REFUSED = {
+    "scratch memory": scratch_call((ROWS // 2, 2), part),
+    "scratch memory, declared sequential": scratch_call((ROWS // 2, 2), part, ("arbitrary", "parallel")),
     "one program": call(sine, (), ((ROWS, 6), lambda: (0, 0)), ((6,), lambda: (0,)), ((ROWS, 6), lambda: (0, 0))),
     "the number of the program": call(numbered(0), (ROWS,), rows(1), whole, rows(1)),
     "a sum over programs": call(sine, (ROWS,), rows(1), whole, ((1, 6), lambda i: (0, 0)), (1, 6)),
@@ -78,8 +119,10 @@ def split_of(fn):
 def test_a_divided_kernel_computes_its_part(name):
     eqn, split = split_of(PROVED[name])
     assert split is not None
-    assert (split.dims, split.out_dims) == ((0, None), (0,))
-    parts = [eqn.primitive.bind(x, W, **split.params)[0] for x in jnp.split(X, WORKERS)]
+    has_rows = [atom.aval.shape == X.shape for atom in eqn.invars]
+    assert (split.dims, split.out_dims) == (tuple(0 if rows else None for rows in has_rows), (0,))
+    given = lambda x: [x if rows else W for rows in has_rows]
+    parts = [eqn.primitive.bind(*given(x), **split.params)[0] for x in jnp.split(X, WORKERS)]
     np.testing.assert_array_equal(jnp.concatenate(parts), PROVED[name](X, W))
 
 

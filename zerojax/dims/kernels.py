@@ -32,18 +32,22 @@ def own_rows(eqn: Any, row_dims: Sequence[RowDims], workers: int) -> OwnRows | N
     if workers == 1 or eqn.primitive.name != "pallas_call":
         return None
     grid = eqn.params["grid_mapping"]
-    plain = not grid.num_index_operands and not grid.scratch_avals and not grid.get_grid_indices
-    if not plain or eqn.params.get("mesh") is not None or not all(isinstance(n, int) for n in grid.grid):
-        return None  # Scratch memory may carry values from one program to the next.
+    if grid.get_grid_indices or eqn.params.get("mesh") is not None or not all(isinstance(n, int) for n in grid.grid):
+        return None
     body, _ = compat.opened(eqn.params["jaxpr"])
     asks = [inner for inner in jaxprs.equations(body) if inner.primitive.name in ("program_id", "num_programs")]
     asked = {inner.params["axis"] for inner in asks}
     seen = [axis for axis in range(len(grid.grid)) if axis not in grid.vmapped_dims]  # as the body numbers them
+    declared = getattr(eqn.params["compiler_params"], "dimension_semantics", None) or ()
+    parallel = {axis for axis, kind in zip(seen, declared, strict=False) if kind == "parallel"} | {*grid.vmapped_dims}
     for axis, programs in enumerate(grid.grid):
         if programs % workers or (axis in seen and seen.index(axis) in asked):
             continue
+        if grid.scratch_avals and axis not in parallel:
+            continue
         dims = [_divided_dim(mapping, axis, programs) for mapping in grid.block_mappings]
-        given, results = dims[: grid.num_inputs], dims[grid.num_inputs :]
+        given = [None] * grid.num_index_operands + dims[: grid.num_inputs]  # all programs read the index operands
+        results = dims[grid.num_inputs :]
         aliased = [given[i] == results[j] for i, j in eqn.params["input_output_aliases"]]
         if "mixed" in dims or None in results or not all(aliased) or not _have_rows(given, row_dims):
             continue
