@@ -57,13 +57,14 @@ import itertools
 import json
 import os
 import pathlib
-import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 import aot_kernels
+import by_rules
 import jax
 import jax.numpy as jnp
 import optax
@@ -113,6 +114,7 @@ COMPILER_OPTIONS = {
     **dict.fromkeys(AXES, TWO_AT_ONCE),
     "tensor": TWO_AT_ONCE,
     **dict.fromkeys(("pipelined", "pipelined-unordered", "pipelined-unroll"), COMBINED),
+    "rules-options": by_rules.OPTIONS,
     "gathered-O1": {"optimization_level": "O1"},
     "gathered-double": {"xla_gpu_enable_latency_hiding_scheduler": True, **DOUBLE},
 }
@@ -122,7 +124,8 @@ PIPELINED = {
     "pipelined-unordered": {"ordered": False},
     "pipelined-unroll": {"ordered": False, "unroll": 2},
 }
-WAYS = [*OURS, "gspmd", "replicated", "gathered", "gathered-O1", "gathered-double", *PIPELINED]
+RULES = ("rules", "rules-options")
+WAYS = [*OURS, "gspmd", "replicated", *RULES, "gathered", "gathered-O1", "gathered-double", *PIPELINED]
 
 
 # A bucket holds the gradients of one layer, as it does for the other sizes by default.
@@ -137,8 +140,8 @@ class Built(NamedTuple):
         mesh: The mesh of absent GPUs.
         axes: The data axes.
         shapes: The shapes of the parameters.
-        traced: Seconds to trace and lower it.
-        seconds: Seconds to compile it.
+        traced: Seconds of the processor to trace and lower it.
+        seconds: Seconds of the processor to compile it, in all threads and processes.
     """
 
     compiled: Any
@@ -170,54 +173,77 @@ def build(
 
     Without a `precision`, the model casts its own parameters, and gradients are summed in its type, bfloat16.
     """
-    scan, axes = style == "scan", ("host", "gpu") if way in AXES else ("data",)
+    axes = ("host", "gpu") if way in AXES else ("data",)
     mesh = absent_mesh(topology, axes=axes)
-    tensor_parallel = way == "tensor"
+    if way == "tensor":
+        mesh = Mesh(mesh.devices.reshape(-1, 2), (*axes, "model"))
+    tuning = {"prefetch": prefetch, **AXES.get(way, {}), **BUCKETS.get(size, {})}
+    options = {"size": size, "attention": attention, "precision": precision, "tuning": tuning}
+    program, shapes, args = program_of(style, way, mesh, axes=axes, **options, **changes)
+    jax.clear_caches()
+    start = processor_seconds()
+    lowered = program.lower(*args)
+    traced = processor_seconds() - start
+    compiled = lowered.compile(compiler_options=COMPILER_OPTIONS.get(way))
+    seconds = processor_seconds() - start - traced
+    return Built(compiled, mesh, axes, shapes, traced, seconds)
+
+
+def program_of(
+    style: str,
+    way: str,
+    mesh: Mesh,
+    *,
+    axes: tuple[str, ...] = ("data",),
+    size: str = "gpu",
+    attention: str = "xla",
+    precision: Precision | None = None,
+    tuning: Mapping[str, Any] = MappingProxyType({}),
+    **changes,
+) -> tuple[Any, Any, tuple]:
+    """Return the jitted gradient, the shapes of the parameters, and the gradient's arguments."""
+    scan = style == "scan"
     if way in ("fp8", "fp8-device"):
         changes["dot_general"] = fp8_ops.Fp8DirectDotGeneralOp
-    if tensor_parallel:
-        mesh = Mesh(mesh.devices.reshape(-1, 2), (*axes, "model"))
     init, loss, (rows, length) = yardstick.build(size, scan=scan, attention=attention, mesh=mesh, **changes)
-    if tensor_parallel:
-        loss = yardstick.tensor_parallel(loss, mesh)
-    if way.startswith("gathered"):
-        loss = yardstick.gathered_by_hand(dataclasses.replace(yardstick.SIZES[size], **changes), scan, mesh)
-    stage = 0 if way == "replicated" else 3
+    shapes = jax.eval_shape(init, jax.random.key(0))
+    if way == "tensor":
+        loss, shapes = yardstick.tensor_parallel(loss, mesh), yardstick.over_model(shapes)
     tx = zero_shard(
         optax.adamw(1e-4),
-        stage=stage,
+        stage=0 if way == "replicated" else 3,
         mesh=mesh,
         axis=axes,
         precision=precision,
         view=OURS.get(way, "global"),
         wire=WIRE if way.startswith("wire") else None,
-        tuning=Tuning(prefetch=prefetch, **AXES.get(way, {}), **BUCKETS.get(size, {})),
+        tuning=Tuning(**tuning),
     )
-    shapes = jax.eval_shape(init, jax.random.key(0))
-    if tensor_parallel:
-        shapes = yardstick.over_model(shapes)
     batch = NamedSharding(mesh, PartitionSpec(axes))
     workers = mesh.size // mesh.shape.get("model", 1)
     tokens = jax.ShapeDtypeStruct((rows * workers, length), jnp.int32, sharding=batch)
-    start = time.perf_counter()
     if way in OURS:
-        lowered = jax.jit(tx.value_and_grad(loss)).lower(tx.shard(shapes), tokens)
-    else:
-        where = tx.shardings(shapes).params
-        gradient = jax.value_and_grad(loss)
-        if way in PIPELINED:
-            chosen, specs = dataclasses.replace(yardstick.SIZES[size], **changes), jax.tree.map(lambda s: s.spec, where)
-            gradient = pipelined.value_and_grad(chosen, scan, mesh, specs, **PIPELINED[way])
-        program = jax.jit(
-            gradient,
-            in_shardings=(where, batch),
-            out_shardings=(NamedSharding(mesh, PartitionSpec()), where),
-        )
-        lowered = program.lower(shapes, tokens)
-    traced = time.perf_counter() - start
-    compiled = lowered.compile(compiler_options=COMPILER_OPTIONS.get(way))
-    seconds = time.perf_counter() - start - traced
-    return Built(compiled, mesh, axes, shapes, traced, seconds)
+        return jax.jit(tx.value_and_grad(loss)), shapes, (tx.shard(shapes), tokens)
+    where, chosen = tx.shardings(shapes).params, dataclasses.replace(yardstick.SIZES[size], **changes)
+    if way.startswith("gathered"):
+        loss = yardstick.gathered_by_hand(chosen, scan, mesh)
+    if way in RULES:
+        where, loss = by_rules.shardings(shapes, mesh), by_rules.constrained(loss, mesh)
+    gradient = jax.value_and_grad(loss)
+    if way in PIPELINED:
+        specs = jax.tree.map(lambda s: s.spec, where)
+        gradient = pipelined.value_and_grad(chosen, scan, mesh, specs, **PIPELINED[way])
+    program = jax.jit(
+        gradient,
+        in_shardings=(where, batch),
+        out_shardings=(NamedSharding(mesh, PartitionSpec()), where),
+    )
+    return program, shapes, (shapes, tokens)
+
+
+def processor_seconds() -> float:
+    """Return the processor time of this process, and of processes that it started and that have ended."""
+    return sum(os.times()[:4])
 
 
 def figures(
@@ -271,13 +297,14 @@ def figures(
             f"{pathlib.Path(__file__).parents[1]}/", ""
         ),
         "step ms": round(1e3 * expected.seconds, 1),
+        "kernels ms": round(1e3 * expected.roofline.kernels, 1),
         "exposed ms": round(1e3 * expected.exposed, 2),
         "waits ms": round(1e3 * expected.waits, 2),
         "lines": code_lines(way),
         "all-in": round(held / sum(leaf.bytes for leaf in parts), 4),
         "temp MiB": round(memory.temp_size_in_bytes / 2**20, 1),
-        "trace s": round(built.traced, 1),
-        "compile s": round(built.seconds, 1),
+        "trace processor s": round(built.traced, 1),
+        "compile processor s": round(built.seconds, 1),
     }
 
 
@@ -305,7 +332,8 @@ def code_lines(way: str) -> int:
     """Lines of code, without comments and docstrings, that a user adds to the plain model for one way."""
     if way in OURS:
         return 3  # zero_shard(...), tx.shard(params), and tx.value_and_grad(loss)
-    written = {"gathered": yardstick.gathered_by_hand, "pipelined": pipelined}.get(way.partition("-")[0])
+    by_hand = {"gathered": yardstick.gathered_by_hand, "pipelined": pipelined, "rules": by_rules}
+    written = by_hand.get(way.partition("-")[0])
     if written is None:
         return 2  # the shardings, and those of jax.jit
     tree = ast.parse(inspect.getsource(written))

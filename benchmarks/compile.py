@@ -4,11 +4,12 @@
     python benchmarks/compile.py --layers 12 --rounds 1 --ways plain "stage 3"
     python benchmarks/compile.py --model small --layers 64 --remat no      dense layers of width 32
     python benchmarks/compile.py --layers 24 --remat yes --topology h200:8     for absent GPUs (extra `aot`)
+    python benchmarks/compile.py --layers 24 --remat yes --styles unrolled scan --ways gradient      with all rivals
 
 Each round does each way once, in turn, after JAX's caches were cleared. Tracing includes lowering. "rows / trace" is
 the share of tracing in which zerojax follows the rows of the batch through the program. "processor s" is the processor
-time of both, in all threads. The model is the tiny yardstick, unrolled, on 8 devices; only the number of layers grows.
-"alone" is the plain program on one device.
+time of both, in all threads. The model is the tiny yardstick on 8 devices; only the number of layers grows. "alone" is
+the plain program on one device. The rivals are those of `aot_gpt.py`. They have remat, and `pipelined` needs jax 0.12.
 """
 
 import argparse
@@ -24,12 +25,14 @@ import machine
 
 WAYS = ["alone gradient", "plain gradient", "stage 3 gradient"]
 WAYS += ["alone step", "plain step", "stage 1 step", "stage 3 step"]
+RIVALS = {f"{name} gradient": name for name in ("gspmd", "gathered", "rules", "pipelined")}
 
 
 def arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, nargs="+", default=[12, 48, 96, 192])
     parser.add_argument("--remat", nargs="+", default=["yes", "no"], choices=["yes", "no"])
+    parser.add_argument("--styles", nargs="+", default=["unrolled"], choices=["unrolled", "scan"])
     parser.add_argument("--ways", nargs="+", default=WAYS, help="words that the ways have in their names")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--devices", type=int, default=8)
@@ -44,16 +47,18 @@ def main():
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={args.devices}"
 
-    wanted = [way for way in WAYS if any(word in way for word in args.ways)]
+    known = [*WAYS, *RIVALS] if (args.model, args.remat) == ("tiny", ["yes"]) else WAYS
+    wanted = [way for way in known if any(word in way for word in args.ways)]
     rows = []
-    for layers, remat in itertools.product(args.layers, args.remat):
-        programs = {way: make(way, model(args.model, layers, remat == "yes"), args.topology) for way in wanted}
+    for style, layers, remat in itertools.product(args.styles, args.layers, args.remat):
+        chosen = model(args.model, layers, remat == "yes", style)
+        programs = {way: make(way, chosen, args.topology, layers, style) for way in wanted}
         seconds: dict = {way: [] for way in wanted}
         for _, way in itertools.product(range(args.rounds), wanted):
             seconds[way].append(timed(programs[way]))
-        print(f"\n{layers} layers, {'remat' if remat == 'yes' else 'no remat'}")
+        print(f"\n{layers} layers, {style}, {'remat' if remat == 'yes' else 'no remat'}")
         for way in wanted:
-            rows.append({"layers": layers, "remat": remat, "way": way, **figures(way, seconds)})
+            rows.append({"layers": layers, "style": style, "remat": remat, "way": way, **figures(way, seconds)})
             said = [
                 f"{key} {value:.3f}" if key.startswith("rows") else f"{key} {value:.2f}"
                 for key, value in rows[-1].items()
@@ -133,14 +138,14 @@ def figures(way, seconds):
     return found
 
 
-def model(name, layers, remat):
+def model(name, layers, remat, style):
     """`(init, loss, shape of a device's rows, dtype of the rows)` of a model."""
     import jax
     import jax.numpy as jnp
     import yardstick
 
     if name == "tiny":
-        init, loss, rows = yardstick.build("tiny", scan=False, remat=remat, layers=layers)
+        init, loss, rows = yardstick.build("tiny", scan=style == "scan", remat=remat, layers=layers)
         return init, loss, rows, "int32"
 
     def dense(x, p):
@@ -154,7 +159,7 @@ def model(name, layers, remat):
     return lambda key: [{"w": jnp.ones((32, 32)), "b": jnp.ones(32)} for _ in range(layers)], loss, (2, 32), "float32"
 
 
-def make(way, model, topology):
+def make(way, model, topology, layers, style):
     """A jitted function and the shapes it takes."""
     import jax
     import optax
@@ -170,6 +175,12 @@ def make(way, model, topology):
     given = absent_mesh(topology) if topology else None
     tx = zero_shard(optax.adamw(3e-4), stage=stage, tuning=Tuning(persist_below=1000), mesh=given)
     mesh = tx.config.mesh
+    if way in RIVALS:
+        import aot_gpt
+
+        options = {"size": "tiny", "layers": layers, "tuning": {"persist_below": 1000}}
+        program, _, args = aot_gpt.program_of(style, RIVALS[way], mesh, **options)
+        return program, args
     if way.startswith("alone"):
         mesh = Mesh(mesh.devices.reshape(-1)[:1], "data")
     shape = (rows * tx.config.mesh.size, length)

@@ -32,21 +32,15 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from llama import negative_log_likelihood, rotate
 from long_context import blockwise
-from public_shapes import MIXTURE, dispatch, gated, norm, shapes_of
+from public_shapes import AXES, MIXTURE, computed, dispatch, gated, norm, send, shapes_of
 
 from zerojax import plan, tiled, zero_shard
 from zerojax.gpus.devices import absent_mesh
 
 RESULTS = pathlib.Path(__file__).parent / "results" / "expert_shapes.json"
-AXES = "data", "expert"
 WAYS = {"gathered": 1, "quarters": 1, "parallel 8": 8, "parallel 64": 64}  # the devices along the axis "expert"
 ROWS, TOKENS, GROUPS = 16, 4096, 4  # rows of a device
 CONFIG = dataclasses.replace(MIXTURE, layers=2)
-
-
-def computed(inputs, gate, up, down):
-    inner = jax.nn.silu(jnp.einsum("resd,edh->resh", inputs, gate)) * jnp.einsum("resd,edh->resh", inputs, up)
-    return jnp.einsum("resh,ehd->resd", inner, down)
 
 
 def chosen_by(h, router):
@@ -67,12 +61,6 @@ def mixed(h, tokens, shares, weights, run=computed):
     return jax.vmap(lambda found, tokens: jnp.zeros(h.shape[1:], h.dtype).at[tokens].add(found))(found, tokens)
 
 
-def computed_there(inputs, *weights):
-    """Send the inputs to the devices of their experts, and the results back."""
-    there = lax.all_to_all(inputs, "expert", 1, 0, tiled=True)
-    return lax.all_to_all(computed(there, *weights), "expert", 0, 1, tiled=True)
-
-
 def experts_of(way: str, mesh: Mesh):
     """Return `experts(h, router, weights)` of a way. In `quarters`, each weight has its groups on dim 0."""
 
@@ -85,7 +73,7 @@ def experts_of(way: str, mesh: Mesh):
         return lax.scan(body, jnp.zeros_like(h), (*map(group, chosen_by(h, router)), weights))[0]
 
     def parallel(h, router, weights):
-        local = lambda h, router, *weights: mixed(h, *chosen_by(h, router), weights, computed_there)
+        local = lambda h, router, *weights: mixed(h, *chosen_by(h, router), weights, send)
         specs = P(AXES), P(), *[P("expert")] * 3
         run = jax.shard_map(local, mesh=mesh.abstract_mesh, in_specs=specs, out_specs=P(AXES), check_vma=False)
         return run(h, router, *(w.astype(h.dtype) for w in weights))  # in the shard_map, gathers would be in float32

@@ -8,10 +8,9 @@ time is a lower bound at peak rates (docs/plan.md). Each run has the shape, the 
 published run, and AdamW. The models are those of a user: a Llama of examples/llama.py, and a mixture of experts in
 plain JAX below. Both scan over their layers.
 
-`differs` says what differs from the published programs. Attention is JAX's kernel in Triton, because cuDNN does not
-compile for absent GPUs. Stage 3 runs in device view, because a kernel hides the rows from the global view. The plan
-does not know the kernel's FLOPs, so they are computed: `attention s` at the peak rate. In `8B, blocks`, attention is a
-loop in plain JAX instead.
+`differs` says what differs from the published programs. Attention is cuDNN's, in global view. The plan does not know
+the FLOPs of cuDNN's kernels, so they are computed: `attention s` at the peak rate. In `MoE, parallel`, the experts are
+on the mesh axis "expert", and tokens are sent to them.
 """
 
 import argparse
@@ -24,7 +23,6 @@ import pathlib
 import resource
 import sys
 import time
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -35,14 +33,19 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 from llama import Config, Llama, negative_log_likelihood, next_token_loss, rotate
-from long_context import LLAMA_8B, blockwise
+from long_context import LLAMA_8B
 
 from zerojax import Offload, Precision, plan, tiled, zero_shard
 from zerojax.gpus.devices import Device, Topology, absent_mesh
 from zerojax.planning.compiled_plan import Plan
 
 RESULTS = pathlib.Path(__file__).parent / "results" / "public_shapes.json"
+ROOT = f"{pathlib.Path(__file__).parents[1]}/"
+AXES = "data", "expert"
+cudnn = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +113,13 @@ def dispatch(chosen, c: Experts):
     return order[taken], jnp.arange(slots) < counts[:, None]
 
 
-def routed(x, router, weights, c: Experts):
+def computed(inputs, gate, up, down):
+    """Compute what experts return for their inputs, both (rows, experts, slots, width)."""
+    inner = jax.nn.silu(jnp.einsum("resd,edh->resh", inputs, gate)) * jnp.einsum("resd,edh->resh", inputs, up)
+    return jnp.einsum("resh,ehd->resd", inner, down)
+
+
+def routed(x, router, weights, c: Experts, run=computed):
     """Send each token to its `top` experts, and add up what they return. Rows are independent of each other."""
     shares, chosen = lax.top_k(jax.nn.sigmoid(x.astype(jnp.float32) @ router), c.top)
     shares = shares / shares.sum(-1, keepdims=True)
@@ -120,22 +129,25 @@ def routed(x, router, weights, c: Experts):
         return x[taken // c.top], taken // c.top, jnp.where(used, shares.reshape(-1)[taken], 0).astype(x.dtype)
 
     inputs, tokens, shares = jax.vmap(prepared)(x, shares, chosen)  # (rows, experts, slots, ...)
-    gate, up, down = weights
-    inner = jax.nn.silu(jnp.einsum("resd,edh->resh", inputs, gate)) * jnp.einsum("resd,edh->resh", inputs, up)
-    results = jnp.einsum("resh,ehd->resd", inner, down) * shares[..., None]
+    results = run(inputs, *weights) * shares[..., None]
     return jax.vmap(lambda results, tokens: jnp.zeros(x.shape[1:], x.dtype).at[tokens].add(results))(results, tokens)
 
 
-def kernel(q, k, v):
-    """Compute causal attention with JAX's kernel in Triton; queries share heads of keys and values."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the kernel has moved to a package of its own
-        from jax.experimental.pallas.ops.gpu.attention import mha
-    k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
-    return mha(q, k, v, segment_ids=None, sm_scale=q.shape[-1] ** -0.5, causal=True)
+def send(inputs, *weights):
+    """Send the inputs to the devices of their experts along the axis "expert", and the results back."""
+    there = lax.all_to_all(inputs, "expert", 1, 0, tiled=True)
+    return lax.all_to_all(computed(there, *weights), "expert", 0, 1, tiled=True)
 
 
-def mixture_loss(c: Experts, attention=kernel):
+def parallel(mesh: Mesh, c: Experts):
+    """Return `routed` for experts that are divided over the axis "expert" of a mesh."""
+    local = lambda x, router, *weights: routed(x, router, weights, c, send)
+    specs = P(AXES), P(), *[P("expert")] * 3
+    run = jax.shard_map(local, mesh=mesh.abstract_mesh, in_specs=specs, out_specs=P(AXES), check_vma=False)
+    return lambda x, router, weights, _: run(x, router, *weights)
+
+
+def mixture_loss(c: Experts, attention=cudnn, experts=routed):
     """Return `loss(params, tokens)`: the mean negative log-likelihood of all tokens but the first."""
 
     @functools.partial(jax.checkpoint, prevent_cse=False)
@@ -146,7 +158,7 @@ def mixture_loss(c: Experts, attention=kernel):
         attended = attention(rotate(q, c), rotate(k, c), v)
         x = x + jnp.einsum("rthc,hcd->rtd", attended, narrow["out"])
         h = norm(x, w["norms"][1])
-        return x + gated(h, *narrow["shared"]) + routed(h, w["router"], narrow["experts"], c), None
+        return x + gated(h, *narrow["shared"]) + experts(h, w["router"], narrow["experts"], c), None
 
     def loss(params, tokens):
         x = params["embed"].astype(jnp.bfloat16)[tokens[:, :-1]]
@@ -178,7 +190,8 @@ class Run:
     offload: Offload | None = None
     accumulate: int = 1
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
-    attention: Callable = kernel
+    attention: Callable = cudnn
+    parallel: bool = False  # whether experts are on a mesh axis of all devices
 
 
 TITAN = "https://github.com/pytorch/torchtitan/blob/main/"
@@ -219,16 +232,16 @@ LLAMA = {
 HIGHER_LIMIT = {"xla_gpu_memory_limit_slop_factor": 125}
 RUNS = {
     "8B": Run(**LLAMA),
-    "8B, blocks": Run(**LLAMA, attention=blockwise),
     "70B": Run(
-        topology="h200:64",
+        topology="h100:64",
         config=LLAMA_70B,
         rows=1,
         tokens=8192,
         published={"peak GB": "below 80 (no figure), on 64 x A100", "tokens/s of a GPU, A100": 331},
         source=f"{TITAN}docs/performance.md, before December 2024",
-        differs="H200 instead of A100; no memory of 70B with FSDP alone is published",
+        differs="H100 instead of A100; no memory of 70B with FSDP alone is published",
     ),
+    "MoE, parallel": Run(**MOE | {"differs": MOE["differs"].partition("; experts of a layer")[0]}, parallel=True),
     "MoE": Run(**MOE),
     "MoE, offload": Run(**MOE, offload=Offload(optimizer="host"), accumulate=2),
     "MoE, offload, higher limit": Run(**MOE, offload=Offload(optimizer="host"), accumulate=2, options=HIGHER_LIMIT),
@@ -248,16 +261,23 @@ def measure(run: Run, *, layers: int | None = None) -> dict:
     config = run.config if layers is None else dataclasses.replace(run.config, layers=layers)
     mesh, device = absent_mesh(run.topology), Device.of(Topology.parse(run.topology))
     begin = time.perf_counter()
-    options: dict[str, Any] = {"mesh": mesh, "offload": run.offload}
-    options["view"] = "device" if run.attention is kernel else "global"
+    options: dict[str, Any] = {"offload": run.offload}
     if isinstance(config, Experts):
-        shapes, loss = shapes_of(config), mixture_loss(config, run.attention)
+        shapes, experts = shapes_of(config), routed
+        if run.parallel:
+            mesh = Mesh(mesh.devices.reshape(1, -1), AXES, axis_types=(AxisType.Auto,) * 2)
+            options |= {"axis": AXES, "expert_axis": "expert"}
+            divided = NamedSharding(mesh, P(None, "expert"))
+            shapes["layers"]["experts"] = [x.update(sharding=divided) for x in shapes["layers"]["experts"]]
+            experts = parallel(mesh, config)
+        loss = mixture_loss(config, run.attention, experts)
     else:
         model = Llama(config, loss_tiles=run.tokens // 1024 * run.rows, attention=run.attention)
-        shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
+        plain = Llama(config)  # the local machine may have no GPU that answers cuDNN's questions
+        shapes = jax.eval_shape(plain.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
         loss = next_token_loss(model)
         options["precision"] = Precision.bf16()
-    tx = zero_shard(optax.adamw(3e-4), stage=3, **options)
+    tx = zero_shard(optax.adamw(3e-4), stage=3, mesh=mesh, **options)
     batch = jax.ShapeDtypeStruct((run.rows * mesh.size, run.tokens + 1), jnp.int32)
     step = tx.train_step(loss, accumulate=run.accumulate, compiler_options=run.options or "auto")
     found = plan(step, tx.create(shapes), batch, topology=run.topology)
@@ -265,7 +285,7 @@ def measure(run: Run, *, layers: int | None = None) -> dict:
     count = sum(x.size for x in jax.tree.leaves(shapes))
     moved = {
         kind: found.collectives.moved(kind, unknown_once=True).bytes / (2 * count)
-        for kind in ("all-gather", "reduce-scatter", "all-reduce")
+        for kind in ("all-gather", "reduce-scatter", "all-reduce", "all-to-all")
     }
     least, gigabytes = found.roofline, lambda size: round(size / 1e9, 2)
     tokens = run.rows * run.tokens
@@ -293,9 +313,9 @@ def measure(run: Run, *, layers: int | None = None) -> dict:
         "communication s": round(least.communication, 3),
         "exposed s": round(least.exposed, 4),
         "waiting s": round(sum(found.waits.values()), 4),
-        "waits": {cause: round(seconds, 4) for cause, seconds in list(found.waits.items())[:4]},
+        "waits": {cause.replace(ROOT, ""): round(seconds, 4) for cause, seconds in list(found.waits.items())[:4]},
         "step s": round(found.seconds, 3),
-        "attention s": round(attention / device.rate("bf16"), 3) if run.attention is kernel else "in kernels s",
+        "attention s": round(attention / device.rate("bf16"), 3) if run.attention is cudnn else "in kernels s",
         "TFLOP per GPU": round(sum(least.operations.values()) / 1e12, 1),
         "notes": found.notes,
         "trace and compile s": round(took, 1),
@@ -314,13 +334,13 @@ def main() -> None:
     args = parser.parse_args()
     rows = {}
     for name in args.runs:
-        rows[name] = measure(RUNS[name], layers=args.layers)
+        made = {"date": datetime.date.today().isoformat(), "jax": jax.__version__}
+        rows[name] = made | measure(RUNS[name], layers=args.layers)
         print(f"{name}:", *(f"  {key}: {value}" for key, value in rows[name].items()), sep="\n", flush=True)
     if args.layers is None:
-        kept = json.loads(args.out.read_text())["runs"] if args.out.exists() else {}
-        found = {"date": datetime.date.today().isoformat(), "jax": jax.__version__, "compiled only": True}
-        command = "python benchmarks/public_shapes.py"
-        args.out.write_text(json.dumps({**found, "command": command, "runs": kept | rows}, indent=2) + "\n")
+        kept = json.loads(args.out.read_text()) if args.out.exists() else {"runs": {}}
+        found = kept | {"compiled only": True, "runs": kept["runs"] | rows}
+        args.out.write_text(json.dumps(found, indent=2) + "\n")
 
 
 if __name__ == "__main__":

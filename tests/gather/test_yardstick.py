@@ -1,18 +1,16 @@
 """The GPT yardstick on simulated devices: stage 3's memory and gradients."""
 
-import dataclasses
-
+import aot_gpt
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pipelined
 import pytest
 import yardstick
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zerojax import Tuning, zero_shard
+from zerojax import zero_shard
 
 OLD = jax.__version_info__ < (0, 11)
 
@@ -29,14 +27,14 @@ def test_all_that_a_device_holds_is_little_more_than_the_parameters(style):
     assert used <= 1.15 * sum(4 * x.size for x in jax.tree.leaves(shapes))
 
 
-@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="the rival needs program_order of jax 0.12")
-def test_the_rival_that_is_pipelined_by_hand_gives_the_plain_models_gradient():
+@pytest.mark.parametrize("way", ["rules", "pipelined", pytest.param("gathered", marks=pytest.mark.slow)])
+def test_a_rival_that_is_written_by_hand_gives_the_plain_models_gradient(way):
     """Otherwise its figures in benchmarks/aot_gpt.py would be those of another model."""
-    scan, size = True, dataclasses.replace(yardstick.SIZES["tiny"], layers=3)
-    tx = zero_shard(optax.sgd(1.0), stage=3, tuning=Tuning(persist_below=0))
-    init, loss, (_, length) = yardstick.build("tiny", scan=scan, layers=3)
+    if way == "pipelined" and jax.__version_info__ < (0, 12):
+        pytest.skip("the rival needs program_order of jax 0.12")
+    mesh = zero_shard(optax.sgd(1.0), stage=3).config.mesh
+    init, loss, (_, length) = yardstick.build("tiny", scan=True, layers=3)
     params, tokens = jax.jit(init)(jax.random.key(0)), jax.random.randint(jax.random.key(1), (8, length), 0, 128)
-    specs = jax.tree.map(lambda x: x.spec, tx.shardings(params).params)
-    rival = pipelined.value_and_grad(size, scan, tx.config.mesh, specs)
-    got, want = jax.jit(rival)(params, tokens), jax.jit(jax.value_and_grad(loss))(params, tokens)
+    rival, *_ = aot_gpt.program_of("scan", way, mesh, size="tiny", layers=3, tuning={"persist_below": 0})
+    got, want = rival(params, tokens), jax.jit(jax.value_and_grad(loss))(params, tokens)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), got, want)

@@ -56,6 +56,8 @@ STAGE3 = (BENCHMARKS.parent / "docs" / "stage3.md").read_text()
 WAYS = {
     "gather on use, `prefetch=1`": ("stage3", 1),
     "gather on use, `prefetch=0`": ("stage3", 0),
+    "rules for logical axes": ("rules", 0),
+    "the same, MaxText's options": ("rules-options", 0),
     "pipelined by hand": ("pipelined", 0),
     "the same, without `program_order`": ("pipelined-unordered", 0),
     "jit alone (GSPMD)": ("gspmd", 0),
@@ -73,15 +75,18 @@ ATTENTION = {
     "Pallas under `custom_partitioning`": ("custom_partitioning", ""),
     "Pallas, bare": ("pallas", ""),
 }
-COLUMNS = ("passes", "hidden", "all-in", "temp MiB", "waits ms", "exposed ms", "step ms")
+COLUMNS = ("passes", "hidden", "all-in", "waits ms", "exposed ms", "kernels ms", "step ms", "lines")
+OF_KERNELS = ("passes", "hidden", "all-in", "temp MiB", "waits ms", "exposed ms", "step ms")
 
 
 @pytest.mark.parametrize(
-    ("file", "names", "keys", "count"),
-    [("aot_gpt", WAYS, ("way", "prefetch"), 17), ("aot_gpt_attention", ATTENTION, ("attention", "precision"), 11)],
+    ("file", "names", "keys", "columns", "count"),
+    [
+        ("aot_gpt", WAYS, ("way", "prefetch"), COLUMNS, 19),
+        ("aot_gpt_attention", ATTENTION, ("attention", "precision"), OF_KERNELS, 11),
+    ],
 )
-def test_the_page_about_stage_3_has_the_figures_of_the_yardstick(file, names, keys, count):
-    """Each number is the file's, rounded to the digits that the page gives. A row of a prototype has fewer columns."""
+def test_the_page_about_stage_3_has_the_figures_of_the_yardstick(file, names, keys, columns, count):
     rows = json.loads((BENCHMARKS / "results" / f"{file}.json").read_text())["rows"]
     found = {(row["style"], *(row.get(key, "") for key in keys)): row for row in rows}
     compared = 0
@@ -89,15 +94,53 @@ def test_the_page_about_stage_3_has_the_figures_of_the_yardstick(file, names, ke
         if name not in names:
             continue
         row, compared = found[style, *names[name]], compared + 1
-        for column, cell in zip(COLUMNS, cells.split(" | "), strict=False):
-            if figure := cell.strip().rstrip("%"):
-                value = row[column] * (100 if cell.endswith("%") else 1)
-                # Python rounds 5.25 to 5.2
-                assert float(figure) == pytest.approx(value, abs=0.501 * 10 ** -len(figure.partition(".")[2])), (
-                    name,
-                    column,
-                )
+        row.setdefault("kernels ms", row["step ms"] - row["exposed ms"])  # rows of older runs
+        for column, cell in zip(columns, cells.split(" | "), strict=False):
+            if cell.strip():
+                assert_quoted(cell, [row[column]], (name, column))
     assert compared == count
+
+
+def assert_quoted(cell, values, what):
+    """Each number in a cell of a page is one of these values, in this order, rounded to the digits that are given."""
+    for figure, value in zip(re.findall(r"\d[\d.]*%?", cell.replace(",", "")), values, strict=True):
+        value *= 100 if figure.endswith("%") else 1
+        # Python rounds 5.25 to 5.2
+        allowed = 0.501 * 10 ** -len(figure.rstrip("%").partition(".")[2])
+        assert float(figure.rstrip("%")) == pytest.approx(value, abs=allowed), what
+
+
+SHAPES = {
+    "tokens per GPU and step": "tokens per GPU",
+    "peak per GPU, of usable": "peak GB, usable GB",
+    "host memory per GPU": "host GB",
+    "passes of gathers": "passes/all-gather",
+    "bytes hidden": "hidden",
+    "kernels, at least": "kernels s",
+    "attention, not in kernels": "attention s",
+    "communication": "communication s",
+    "kernels wait": "waiting s",
+}
+
+
+def test_the_page_about_plans_has_the_figures_of_the_published_shapes():
+    runs = json.loads((BENCHMARKS / "results" / "public_shapes.json").read_text())["runs"]
+    page = (BENCHMARKS.parent / "docs" / "plan.md").read_text().partition("## Published shapes")[2]
+    lines = re.findall(r"^\|(?!-)(.*)\|$", page.partition("\n## ")[0], re.M)
+    (_, *names), *rows = [[cell.strip().removeprefix("Llama-3 ") for cell in line.split("|")] for line in lines]
+    compared = 0
+    for label, *cells in rows:
+        for name, cell in zip(names, cells, strict=True):
+            if label not in SHAPES or not cell:
+                continue
+            values = []
+            for path in SHAPES[label].split(", "):
+                values.append(runs[name])
+                for key in path.split("/"):
+                    values[-1] = values[-1][key]
+            assert_quoted(cell, values, (name, label))
+            compared += 1
+    assert compared >= (len(SHAPES) - 1) * len(names)  # without offload, no cell has host memory
 
 
 def test_the_page_about_stage_3_has_the_tables_of_kernels():
