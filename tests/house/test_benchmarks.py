@@ -143,6 +143,16 @@ def test_the_page_about_plans_has_the_figures_of_the_published_shapes():
     assert compared >= (len(SHAPES) - 1) * len(names)  # without offload, no cell has host memory
 
 
+def test_the_page_about_stage_3_has_the_times_to_compile_of_the_rivals():
+    seconds = json.loads((BENCHMARKS / "results" / "compile_rivals.json").read_text())["seconds"]
+    ratio = {(row["way"], row["style"]): row["processor / plain"] for row in seconds}
+    table = STAGE3.partition("| trace and compile |")[2].partition("\n\n")[0]
+    rivals = re.findall(r"^\| (.+) \| ([\d.]+) \| ([\d.]+) \|$", table, re.M)
+    assert len(rivals) == 5
+    for name, *cells in rivals:
+        assert_quoted(" ".join(cells), [ratio[f"{name} gradient", style] for style in ("unrolled", "scan")], name)
+
+
 def test_the_page_about_stage_3_has_the_tables_of_kernels():
     styles = json.loads((BENCHMARKS / "results" / "aot_gpt_kernels.json").read_text())["styles"]
     assert aot_kernels.table(styles) in STAGE3
