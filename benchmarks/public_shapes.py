@@ -147,7 +147,7 @@ def parallel(mesh: Mesh, c: Experts):
     return lambda x, router, weights, _: run(x, router, *weights)
 
 
-def mixture_loss(c: Experts, attention=cudnn, experts=routed):
+def mixture_loss(c: Experts, attention: Callable = cudnn, experts: Callable = routed):
     """Return `loss(params, tokens)`: the mean negative log-likelihood of all tokens but the first."""
 
     @functools.partial(jax.checkpoint, prevent_cse=False)
