@@ -82,7 +82,7 @@ OF_KERNELS = ("passes", "hidden", "all-in", "temp MiB", "waits ms", "exposed ms"
 @pytest.mark.parametrize(
     ("file", "names", "keys", "columns", "count"),
     [
-        ("aot_gpt", WAYS, ("way", "prefetch"), COLUMNS, 19),
+        ("aot_gpt", WAYS, ("way", "prefetch"), COLUMNS, 20),
         ("aot_gpt_attention", ATTENTION, ("attention", "precision"), OF_KERNELS, 11),
     ],
 )
