@@ -18,6 +18,7 @@ It needs the extra `aot`, and no GPU. The ways:
 - `gathered` is the strongest simple rival: `jax.jit` of a model that gathers each layer by hand in its rematerialised
   body. `-O1` adds XLA's level O1, which overlaps collectives within a loop. `-double` adds double buffered loops and
   combined collectives.
+- `rules` shards by rules for logical axes, as MaxText does (`by_rules.py`). `-options` adds MaxText's options.
 - `pipelined` is the strongest rival: stage 3 written out by hand for this model (`pipelined.py`), its parts ordered by
   JAX's `program_order`, and the collectives of a layer combined. `-unordered` is without `program_order`, `-unroll` the
   same with two layers per iteration of a scan, `-uncombined` with XLA's default sizes of collectives.
