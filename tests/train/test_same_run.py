@@ -300,6 +300,29 @@ def an_error_in_the_data():
         print(float(metrics["loss"]))
 
 
+def train_on_own(*rows):
+    """Train on batches of so many rows of this process."""
+    step, state = begin()
+    tx = zero_shard(optax.sgd(1e-2), stage=3, tuning=Tuning(persist_below=1))
+    for batch in shard_batches((ROWS[:count] for count in rows), tx, rows="process"):
+        state, metrics = step(state, batch)
+        print(float(metrics["loss"]))
+    return state
+
+
+def a_loader_that_ends_first():
+    train_on_own(*[4] * (4 - last()))
+
+
+def a_loader_that_ends_before_a_save():
+    state = train_on_own(*[4] * (4 - last()))
+    Checkpointer("after").save(state, step=4 - last())
+
+
+def fewer_rows_in_a_last_batch():
+    train_on_own(4, 4, 4, 4 - 2 * last())
+
+
 def try_cases(folder, *names):
     os.chdir(folder)
     several.try_cases([globals()[name] for name in names])
@@ -333,6 +356,9 @@ def test_one_that_waits_is_told_for_whom(tmp_path):
 ENDS = {
     "one_step_more": ["the end of the program on process 0", "step 3 with loss on process 1"],
     "a_save_on_one_process": ["save on process 0", "step 1 with loss on process 1"],
+    "a_loader_that_ends_first": ["the end of the program on process 1", "step 3 with loss on process 0"],
+    "a_loader_that_ends_before_a_save": ["open a Checkpointer on process 1", "step 3 with loss on process 0"],
+    "fewer_rows_in_a_last_batch": ["step with loss on process 1", "step 3 with loss on process 0"],
     "an_error_in_the_data": ["KeyError: 'no such file'"],
 }
 

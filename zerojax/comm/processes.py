@@ -41,7 +41,7 @@ STATE, NOTICE = "zerojax/state", "zerojax/notice"
 THE_END = "the end of the program"
 NOT_SAME = (
     "The processes do not make the same calls. {}. Let every process create, train, evaluate and save in the same "
-    "order, as often."
+    "order, as often, with batches of the same shapes."
 )
 TIMEOUT_S = 300.0  # how long messages are awaited: as long as jax.distributed.initialize waits
 LOOK_EVERY_S = 1.0
