@@ -122,19 +122,19 @@ def main() -> None:
     parser.add_argument("--json", type=pathlib.Path)
     args = parser.parse_args()
     every = []
+    versions = {"jax": jax.__version__, "zerojax": zerojax.__version__}
+    result = {"date": f"{datetime.date.today()}", "versions": versions, "hardware": "absent GPUs"}
     for name in args.models:
         for topology in args.topologies:
             every.append(fitted(name, topology))
             show(every[-1])
+            if args.json:  # after each combination, because the next one takes minutes
+                args.json.write_text(json.dumps({**result, "combinations": every}, indent=1) + "\n")
     error = lambda trial: abs(trial["predicted"] / trial["peak"] - 1)
     wrong = [error(found["trials"][found["chosen"]]) for found in every]
     first = [error(found["trials"][0]) for found in every]
     print(f"\nprediction of the chosen program: median {statistics.median(wrong):.1%} wrong, at most {max(wrong):.1%}")
     print(f"prediction before any compilation: median {statistics.median(first):.1%} wrong, at most {max(first):.1%}")
-    if args.json:
-        versions = {"jax": jax.__version__, "zerojax": zerojax.__version__}
-        result = {"date": f"{datetime.date.today()}", "versions": versions, "hardware": "absent GPUs"}
-        args.json.write_text(json.dumps({**result, "combinations": every}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
