@@ -13,8 +13,8 @@ from zerojax.narrow_state.rounding import first_encoded, narrow, recoded, round_
 
 SHAPES = [(3, 64), (2, 3, 257), (5, 1000)]
 # The largest error, as a part of the largest magnitude of the block, of elements of both signs, and of positive ones.
-# A step of rounding is 1/127, or at most 1/8 of the element with 3 bits of mantissa, or 1/128 with 7 bits.
-STEPS = {"int8": (1 / 127, 1 / 8), "float8": (1 / 8, 1 / 8), "bfloat16": (1 / 128, 1 / 128)}
+# A step of rounding is at most 1/63, or at most 1/8 of the element with 3 bits of mantissa, or 1/128 with 7 bits.
+STEPS = {"int8": (1 / 63, 1 / 8), "float8": (1 / 8, 1 / 8), "bfloat16": (1 / 128, 1 / 128)}
 
 
 def encoding(shape, fmt="int8", rounding="stochastic", block=256):
@@ -104,7 +104,7 @@ def test_an_encoding_is_converted_to_another():
     encoded = recoded(x, None, a)
     np.testing.assert_allclose(recoded(encoded, a, None), x, rtol=2.0**-7)
     assert recoded(encoded, a, b).shape == b.encoded_shape
-    np.testing.assert_allclose(recoded(recoded(encoded, a, b), b, None), x, atol=4 / 127)
+    np.testing.assert_allclose(recoded(recoded(encoded, a, b), b, None), x, atol=4 / 63)
     assert recoded(encoded, a, encoding(x.shape, "seeds")).dtype == jnp.uint32
 
 

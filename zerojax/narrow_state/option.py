@@ -27,10 +27,10 @@ class Narrow:
     The state is the same, bit for bit, on any number of devices.
 
     Attributes:
-        format: `"int8"`: 8 bits per element and a scale per block. Elements of both signs are multiples of 1/127 of
-            the largest. In blocks without negative elements, such as second moments, an element has 5 bits of exponent
-            and 3 of mantissa, and does not become zero. `"float8"`: the same, but elements of both signs have 4 bits
-            of exponent and 3 of mantissa. `"bfloat16"`: 16 bits per element.
+        format: `"int8"`: 8 bits per element and a scale per block. Elements are multiples of 1/128 of the power of two
+            above the largest. In blocks without negative elements, such as second moments, an element has 5 bits of
+            exponent and 3 of mantissa, and does not become zero. `"float8"`: the same, but elements of blocks with
+            both signs have 4 bits of exponent and 3 of mantissa. `"bfloat16"`: 16 bits per element.
         block: Largest number of elements per block. Each block takes 8 further bytes, or 4 with `"bfloat16"`.
         rounding: `"stochastic"`: up or down at random, so that the mean of the rounded values is the value. Each block
             has a seed, which each update advances. `"nearest"`: small increments are lost.

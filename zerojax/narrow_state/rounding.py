@@ -1,9 +1,11 @@
 """Convert between wide arrays and encoded arrays; `layout.encoding` describes the blocks of an encoded array.
 
-Codes of 8 bits are fractions of the largest magnitude in their block, which is its scale. In a block without negative
-elements, the sign of the scale is set, and a code has 5 bits of exponent and 3 of mantissa. In other blocks, a code has
-a sign and 7 bits: a multiple of 1/127 (`"int8"`), or 4 bits of exponent and 3 of mantissa (`"float8"`). An update may
-divide by second moments, so a nonzero element of a block without negative elements does not become zero.
+Codes of 8 bits are fractions of twice the scale of their block. The scale is the largest power of two that is not above
+the largest magnitude in the block. So a decoded element is exact, and compilers cannot round it in several ways. In a
+block without negative elements, the sign of the scale is set, and a code has 5 bits of exponent and 3 of mantissa. In
+other blocks, a code has a sign and 7 bits: a multiple of 1/128 (`"int8"`), or 4 bits of exponent and 3 of mantissa
+(`"float8"`). An update may divide by second moments, so a nonzero element of a block without negative elements does not
+become zero.
 
 Each conversion is a primitive, because the analyses of an update go through it equation by equation: `BY_BLOCK`.
 """
@@ -39,7 +41,7 @@ def widened(encoded: UInt[Array, "*rows words"], *, encoding: Encoding) -> Array
         wide = lax.bitcast_convert_type(codes.astype(jnp.uint32) << 16, jnp.float32)
     else:
         magnitude = codes & (SIGN - 1)
-        linear = magnitude.astype(jnp.float32) / (SIGN - 1)
+        linear = magnitude.astype(jnp.float32) * jnp.float32(2 / SIGN)
         signed = _from_float_code(magnitude, SIGN - 1) if encoding.format == "float8" else linear
         signed = jnp.where(codes >= SIGN, -signed, signed)
         wide = jnp.where(jnp.signbit(scales), _from_float_code(codes, 2 * SIGN - 1), signed) * jnp.abs(scales)
@@ -56,19 +58,21 @@ def narrowed(wide: Array, encoded: UInt[Array, "*rows words"], *, encoding: Enco
     if encoding.format == "bfloat16":
         return _in_blocks([(_to_bfloat16(x, noise) >> 16).astype(jnp.uint16), seeds], encoding)
     largest = jnp.max(jnp.abs(x), axis=-1, keepdims=True)
-    # The compiler flushes subnormal numbers to zero, also of the reciprocal by which it may multiply.
-    largest = jnp.where(largest < jnp.finfo(jnp.float32).tiny, 0, largest)
-    down = jnp.where(largest > 1, jnp.float32(2.0**-64), 1)
-    part = jnp.where(largest > 0, jnp.abs(x) * down / jnp.where(largest > 0, largest * down, 1), 0)
+    # The code of the largest element is at most 127, also if it is rounded up.
+    exponent = lax.bitcast_convert_type(largest * jnp.float32(SIGN / (SIGN - 1)), jnp.uint32) & jnp.uint32(0x7F800000)
+    scale = jnp.where(jnp.isfinite(largest), lax.bitcast_convert_type(exponent, jnp.float32), largest)
+    # Powers of two, but not below the normal numbers, because compilers flush those to zero.
+    down = jnp.where(largest > 1, jnp.float32(2.0**-65), 0.5)
+    part = jnp.where(scale > 0, jnp.abs(x) * down / jnp.where(scale > 0, 2 * down * scale, 1), 0)
     # In integers, because it depends on the program whether a product is rounded before the noise is added.
-    fixed = (part * (SIGN - 1 << FIXED)).astype(jnp.uint32) + (noise >> 32 - FIXED)
+    fixed = (part * (SIGN << FIXED)).astype(jnp.uint32) + (noise >> 32 - FIXED)
     linear = jnp.minimum(fixed >> FIXED, SIGN - 1).astype(jnp.int32)
     signed = _to_float_code(part, noise, SIGN - 1) if encoding.format == "float8" else linear
     unsigned = jnp.maximum(_to_float_code(part, noise, 2 * SIGN - 1), part > 0)
     has_sign = ~jnp.all(x >= 0, axis=-1, keepdims=True)
     codes = jnp.where(has_sign, jnp.where(x < 0, signed + SIGN, signed), unsigned).astype(jnp.uint8)
     # A NaN or an infinity is not lost: the scale becomes NaN or infinite, and so does the block.
-    return _in_blocks([codes, jnp.where(has_sign, largest, -largest), seeds], encoding)
+    return _in_blocks([codes, jnp.where(has_sign, scale, -scale), seeds], encoding)
 
 
 def rounded(wide: Float[Array, "*rows n"], encoded: UInt[Array, "*rows words"], *, encoding: Encoding) -> Array:
@@ -113,7 +117,8 @@ def _to_float_code(part: Float[Array, "*block"], noise: Any, largest: int) -> Ar
 
 
 def _from_float_code(code: Array, largest: int) -> Float[Array, "*block"]:
-    bits = code.astype(jnp.uint32) + jnp.uint32(_offset(largest)) << DROPPED
+    """Return the number from 0 to 2 that a code represents. Twice the fraction is one more in the exponent."""
+    bits = code.astype(jnp.uint32) + jnp.uint32(_offset(largest) + (1 << 23 - DROPPED)) << DROPPED
     return jnp.where(code == 0, 0, lax.bitcast_convert_type(bits, jnp.float32))
 
 
