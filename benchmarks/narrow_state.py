@@ -102,7 +102,6 @@ def learn(optimizer: optax.GradientTransformation, way: Any, text: np.ndarray, a
         windows = [random_windows(text, rows=ROWS, length=LENGTH, seed=seed, step=i) for seed in seeds]
         state, metrics = step(state, np.stack(windows, 1))
         found.append(np.asarray(metrics["aux"]))
-        if i == 0 or i == 100: print("debug", i, time.process_time(), metrics["aux"], metrics["loss"], flush=True)
     return np.stack(found)
 
 
@@ -131,6 +130,30 @@ def written(sizes: dict, runs: dict) -> dict:
         "last": last,
         "runs": runs,
     }
+
+
+def draw(runs: dict, path: Path) -> None:
+    """Draw the mean loss of the seeds by step, and how far each way of storing the state is above wide state."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4 * len(runs), 6), layout="constrained")
+    panels = figure.subplots(2, len(runs), squeeze=False, sharex=True)
+    for (above, below), (optimizer, ways) in zip(panels.T, runs.items(), strict=True):
+        wide = np.array(ways["wide"]["curve"])
+        for k, (way, run) in enumerate(ways.items()):
+            curve = np.array(run["curve"])
+            above.plot(curve[:, 0], curve[:, 1:].mean(1), color=f"C{k}", label=way)
+            if way != "wide":
+                apart = curve[:, 1:] - wide[:, 1:]
+                below.plot(curve[:, 0], apart.mean(1), color=f"C{k}", label=way)
+                below.fill_between(curve[:, 0], apart.min(1), apart.max(1), color=f"C{k}", alpha=0.15, linewidth=0)
+        below.axhline(0, color="black", linewidth=0.8)
+        above.set(title=optimizer, ylabel="loss, nats per byte")
+        below.set(xlabel="step", ylabel="loss minus loss with wide state")
+        for axes in (above, below):
+            axes.spines[["top", "right"]].set_visible(False)
+    panels[0, 0].legend(frameon=False)
+    figure.savefig(path, dpi=110)
 
 
 if __name__ == "__main__":
