@@ -102,7 +102,7 @@ def learn(optimizer: optax.GradientTransformation, way: Any, text: np.ndarray, a
         windows = [random_windows(text, rows=ROWS, length=LENGTH, seed=seed, step=i) for seed in seeds]
         state, metrics = step(state, np.stack(windows, 1))
         found.append(np.asarray(metrics["aux"]))
-    return np.stack(found)
+    return np.stack(found).astype(np.float64)
 
 
 def thinned(losses: np.ndarray) -> list[list[float]]:
