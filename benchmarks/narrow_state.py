@@ -4,13 +4,15 @@
     python benchmarks/narrow_state.py --picture            also docs/narrow_state.png
 
 It trains the GPT of examples/gpt.py on the source of Python's standard library, on one device, and a linear regression
-for 3,000 steps. All ways of storing the state see the same data and initial weights. The seeds are trained side by side: their parameters are stacked, which is
-exact, because these optimizers are elementwise. The result is the training loss (of the GPT: in nats per byte), averaged
-over the last 100 steps. Runs that are in the file are not repeated, so an interrupted command continues.
+for three times the steps. All ways of storing the state see the same data and initial weights. The seeds are trained
+side by side: their parameters are stacked, which is exact, because these optimizers are elementwise. The result is the
+training loss (of the GPT: in nats per byte), averaged over the last 100 steps. Runs that are in the file are not
+repeated, so an interrupted command continues.
 """
 
 import argparse
 import datetime
+import itertools
 import json
 import platform
 import statistics
@@ -125,7 +127,7 @@ def learn(run: str, way: Any, text: np.ndarray, asked: argparse.Namespace) -> np
 def thinned(losses: np.ndarray) -> list[list[float]]:
     """Return a list per point: the number of steps, and each seed's mean loss since the previous point."""
     ends = np.linspace(0, len(losses), POINTS + 1).astype(int)
-    return [[int(b), *losses[a:b].mean(0).round(6).tolist()] for a, b in zip(ends, ends[1:], strict=False) if b > a]
+    return [[int(b), *losses[a:b].mean(0).round(6).tolist()] for a, b in itertools.pairwise(ends) if b > a]
 
 
 def written(sizes: dict, runs: dict) -> dict:
