@@ -1,6 +1,6 @@
 """Train a small GPT with wide and narrow optimizer state, and compare the losses.
 
-    python benchmarks/narrow_state.py                      1,000 steps, and results/narrow_state.json
+    python benchmarks/narrow_state.py                      2,000 steps, and results/narrow_state.json
     python benchmarks/narrow_state.py --picture            also docs/narrow_state.png
 
 It trains the GPT of examples/gpt.py on the source of Python's standard library, on one device, and a linear regression
@@ -56,7 +56,7 @@ WAYS = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--rate", type=float, default=3e-3, help="peak learning rate of Adam (default: %(default)s)")
     parser.add_argument("--optimizers", nargs="+", default=list(OPTIMIZERS), choices=OPTIMIZERS)
@@ -75,13 +75,13 @@ def main() -> None:
                 continue
             start = time.process_time()
             losses = learn(optimizer, WAYS[way], text, asked)
-            runs[optimizer][way] = {"last": losses[-LAST:].mean(0).round(7).tolist(), "curve": thinned(losses)}
+            runs[optimizer][way] = {"last": [short(x) for x in losses[-LAST:].mean(0)], "curve": thinned(losses)}
             print(f"{optimizer:22} {way:18} {runs[optimizer][way]['last']}  ", end="")
             print(f"{time.process_time() - start:.0f} s of CPU", flush=True)
             asked.json.write_text(json.dumps(written(sizes, runs)) + "\n")
     for optimizer, ways in written(sizes, runs)["last"].items():
         for way, row in ways.items():
-            print(f"{optimizer:22} {way:18} {row['mean']:.4f} over a range of {row['range']:.4f}", row["minus wide"])
+            print(f"{optimizer:22} {way:18} {row['mean']:.4g} over a range of {row['range']:.4g}", row["minus wide"])
     if asked.picture:
         draw(runs, HERE.parent / "docs" / "narrow_state.png")
 
@@ -124,10 +124,14 @@ def learn(run: str, way: Any, text: np.ndarray, asked: argparse.Namespace) -> np
     return np.stack(found).astype(np.float64)
 
 
+def short(x: float) -> float:
+    return float(f"{x:.4g}")
+
+
 def thinned(losses: np.ndarray) -> list[list[float]]:
     """Return a list per point: the number of steps, and each seed's mean loss since the previous point."""
     ends = np.linspace(0, len(losses), POINTS + 1).astype(int)
-    return [[int(b), *losses[a:b].mean(0).round(6).tolist()] for a, b in itertools.pairwise(ends) if b > a]
+    return [[int(b), *map(short, losses[a:b].mean(0))] for a, b in itertools.pairwise(ends) if b > a]
 
 
 def written(sizes: dict, runs: dict) -> dict:
@@ -135,10 +139,10 @@ def written(sizes: dict, runs: dict) -> dict:
     last = {}
     for optimizer, ways in runs.items():
         for way, run in ways.items():
-            row = {"mean": round(statistics.fmean(run["last"]), 6), "range": round(np.ptp(run["last"]), 6)}
+            row = {"mean": short(statistics.fmean(run["last"])), "range": short(np.ptp(run["last"]))}
             if "wide" in ways:
                 pairs = zip(run["last"], ways["wide"]["last"], strict=True)
-                row["minus wide"] = [round(narrow - wide, 6) for narrow, wide in pairs]
+                row["minus wide"] = [short(narrow - wide) for narrow, wide in pairs]
             last.setdefault(optimizer, {})[way] = row
     return {
         "date": datetime.date.today().isoformat(),

@@ -373,6 +373,19 @@ FIT = [
     for name, found in MODELS.items()
 ]
 
+LAST = read("narrow_state")["last"]
+TITLES = {"GPT, AdamW": "adamw", "GPT, Adam with additive decay": "adam, additive decay", "GPT, Lion": "lion"}
+NARROW_STATE = [
+    (
+        f"| {title} |" + " # (#) |" * len(LAST[run]),
+        [x for row in LAST[run].values() for x in (row["mean"], row["range"])],
+    )
+    for title, run in TITLES.items()
+]
+SMALL = [x * 1e12 for row in list(LAST["adam, regression"].values())[:-1] for x in (row["mean"], row["range"])]
+NEAREST = [LAST["adam, regression"]["bfloat16, nearest"][key] * 1e6 for key in ("mean", "range")]
+NARROW_STATE.append(("| regression, Adam |" + " #e-12 (#e-12) |" * 4 + " #e-6 (#e-6) |", SMALL + NEAREST))
+
 QUOTES = {
     "README.md": README,
     "docs/checkpoint.md": CHECKPOINT,
@@ -382,6 +395,7 @@ QUOTES = {
     "docs/gpu.md": GPU,
     "docs/hosts.md": HOSTS,
     "docs/long_context.md": LONG_CONTEXT,
+    "docs/narrow_state.md": NARROW_STATE,
     "docs/offload.md": OFFLOAD,
     "docs/peers.md": PEERS_PAGE,
     "docs/plan.md": PLAN,
