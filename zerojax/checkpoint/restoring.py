@@ -142,7 +142,8 @@ def read_leaves(folder: Path, pairs: Sequence[tuple[SavedLeaf, StateLeaf]]) -> d
         elif request.leaf.dtype == node.dtype and request.leaf.encoding == node.leaf.encoding:
             restored[name] = filled(node, functools.partial(arrays.read_part, folder, request.saved, request.leaf))
         else:  # another encoding, or integer state, which becomes float in the first update
-            restored[name] = replaced(node, as_wanted(*arrays.read_arrays(folder, [request]), request, wanted))
+            (found,) = arrays.read_arrays(folder, [request])
+            restored[name] = replaced(node, as_wanted(found, request, wanted))
     return restored
 
 

@@ -136,7 +136,7 @@ def estimate(
     rows, size, trained = [], 0, 0
     for count in (devices,) if isinstance(devices, str) or not isinstance(devices, Sequence) else devices:
         axes = mesh_axes(count)
-        width = options["state"].block if options.get("state") else 1
+        width = narrow.block if (narrow := options.get("state")) else 1
         params = model_shapes(model) if number is None else vector(number, axes["user_mesh"].size, width)
         for stage in stages:
             config = Config(tx, stage, **axes, **config_options(dict(options), number, stage))
