@@ -183,7 +183,7 @@ EXPECTED = (
         "speed",
         "several GPUs: time of stage 3 / layers gathered by hand",
         "stage3.md",
-        "| **scan: gather on use, `prefetch=1`** | 2.00 | 95.5% | 1.07 | 4012 |",
+        "| **scan: gather on use, `prefetch=1`** | 2.00 | 95.5% | 1.07 | 0.7 |",
         0.5,
         1.0 + NOISE,
         ratio("stage 3", "gathered", several=True),

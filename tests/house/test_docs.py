@@ -191,7 +191,9 @@ def test_the_first_page_says_what_changes_and_how_it_is_run():
 
 
 def test_files_that_pages_name_are_there():
-    named = r"\b((?:benchmarks|docs|examples|notebooks|tests|zerojax)/[\w./-]*\.(?:py|sh|yaml|md|ipynb|json|png))\b"
+    named = (
+        r"(?<!/)\b((?:benchmarks|docs|examples|notebooks|tests|zerojax)/[\w./-]*\.(?:py|sh|yaml|md|ipynb|json|png))\b"
+    )
     found = {(name, path) for name, page in PAGES.items() for path in re.findall(named, page)}
     elsewhere = {"outside.md", "upgrade.md"}  # which name files of others, and of 0.1
     found = {one for one in found if one[0] not in elsewhere}
