@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from zerojax import Offload, Tuning, zero_shard
+from zerojax import Narrow, Offload, Precision, Tuning, zero_shard
 from zerojax.checkpoint import Checkpointer, CheckpointError, on_preemption, saving
 from zerojax.checkpoint.state_leaves import state_leaves
 from zerojax.layout.leaf import is_chunked
@@ -44,6 +44,10 @@ FAULTS = [*OF_SEVERAL, *OF_ONE]
 SMALL = [0, 200, 1 << 16]  # bytes below which leaves are packed: none, some, all
 NOBODY, HANGS_S = 65534, 600
 PARENT = os.getpid()  # imports this, and forks
+# What the state of the way "narrow" is stored as, and what its checkpoints are restored into besides.
+NARROW = Narrow("int8", masters="rounded")
+OTHER_WIDTHS = [None, Narrow("float8"), Narrow("bfloat16", masters="compensated")]
+SIZES = [16, 6, 5]  # of the model, which `begin` makes larger for the way "narrow"
 FOREIGN = ["notes.txt", ".tmp-mywork/x", ".old-mine/x", "step_notes/x", "step_00000001.bak/x"]
 
 
@@ -79,11 +83,16 @@ def loss(params, batch):
 
 def parameters():
     keys = jax.random.split(jax.random.key(0))
-    return {"w": jax.random.normal(keys[0], (16, 6)), "v": jax.random.normal(keys[1], (6, 5)), "b": jnp.zeros(5)}
+    n, hidden, m = SIZES
+    return {
+        "w": jax.random.normal(keys[0], (n, hidden)),
+        "v": jax.random.normal(keys[1], (hidden, m)),
+        "b": jnp.zeros(m),
+    }
 
 
 def batch(step):
-    return np.random.default_rng(step).standard_normal((4, 16), np.float32)
+    return np.random.default_rng(step).standard_normal((4, SIZES[0]), np.float32)
 
 
 def digest(state, devices=()):
@@ -101,8 +110,9 @@ def digest(state, devices=()):
     return sha256.hexdigest()
 
 
-def sharded(offload=None, mesh=None):
-    return zero_shard(optax.adam(1e-2), stage=3, mesh=mesh, tuning=Tuning(persist_below=4), offload=offload)
+def sharded(offload=None, mesh=None, way="", state=NARROW):
+    narrow = {"state": state, "precision": Precision.bf16()} if way == "narrow" else {}
+    return zero_shard(optax.adam(1e-2), stage=3, mesh=mesh, tuning=Tuning(persist_below=4), offload=offload, **narrow)
 
 
 def newest_epoch(folder):
@@ -122,13 +132,15 @@ class Run:
         if way in ("disk", "params") and not self.one:  # a process whose state is lost ends alone
             self.faults = [fault for fault in OF_SEVERAL if fault not in LIMITS]
         offload = None
-        if way != "device":
+        if way not in ("device", "narrow"):
             kept = {"optimizer": way} if way != "params" else {"optimizer": "disk", "params": "disk"}
             path = None if way == "host" else folder / "state"
             offload = Offload(**kept, path=path, chunk_bytes=64, update="device")
-        self.tx = sharded(offload)
+        self.tx = sharded(offload, way=way)
         alone = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1], axis_types=(jax.sharding.AxisType.Auto,))
-        self.like = sharded(mesh=alone if self.one else None).create(jax.eval_shape(parameters))
+        self.alone = sharded(mesh=alone if self.one else None, way=way)
+        self.like = self.alone.create(jax.eval_shape(parameters))
+        self.others = [sharded(way=way, state=state) for state in OTHER_WIDTHS] if way == "narrow" else []
         self.step = self.tx.train_step(loss)
         known = folder / f"reference.{self.index}.json"
         if not known.exists():
@@ -204,6 +216,11 @@ class Run:
         restored = self.checkpoints.restore(self.like)
         assert restored.step == max(steps) == restored.data["step"]
         assert self.digest(restored.state) == self.reference[restored.step], f"step {restored.step} is another"
+        if self.others:
+            to = self.rng.choice(self.others)
+            found = self.checkpoints.restore(to.create(jax.eval_shape(parameters))).state
+            converted = self.alone.reshard(restored.state, to=to, donate=False)
+            assert self.digest(found) == self.digest(converted), f"step {restored.step} is another in {to.config.state}"
         for name in FOREIGN:
             assert (self.path / name).read_text() == name
 
@@ -320,17 +337,17 @@ def raised(work):
 
 
 def live(folder, way, seed, index=None, port=None):
-    begin(2)
+    begin(2, way)
     if index is not None:
         jax.distributed.initialize(f"localhost:{port}", num_processes=2, process_id=index)
     Run(folder, way, seed).live()
 
 
-def read(folder, processes):
+def read(folder, way, processes):
     """A process that is none of the run restores what the run saves."""
-    begin(2 * processes)
+    begin(2 * processes, way)
     references = [json.loads((folder / f"reference.{i}.json").read_text()) for i in range(processes)]
-    like = sharded().create(jax.eval_shape(parameters))
+    like = sharded(way=way).create(jax.eval_shape(parameters))
     while has_parent():
         faulthandler.dump_traceback_later(HANGS_S, exit=True)
         with contextlib.suppress(CheckpointError):
@@ -346,8 +363,9 @@ def has_parent():
     return os.getppid() == PARENT
 
 
-def begin(devices):
+def begin(devices, way):
     """What must be set before devices are used."""
+    SIZES[:] = [64, 66, 65] if way == "narrow" else SIZES
     faulthandler.dump_traceback_later(HANGS_S, exit=True)
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -72,7 +72,7 @@ def one_life(folder, way, processes, rng, number, seed):
     hit, grace, beside = rng.sample(run, rng.randint(1, processes)), rng.choice([0, most]), rng.random() < 0.2
     awaited = f"round {rounds - 1}:" if rounds else "ready"
     began = until(lambda: all("ready" in one.text or one.ended() for one in run), LIMIT_S)
-    reader = [Child(folder / "reader.log", disturbed.read, folder, processes)] if beside else []
+    reader = [Child(folder / "reader.log", disturbed.read, folder, way, processes)] if beside else []
     began &= until(lambda: awaited in run[0].text or any(one.ended() for one in run), LIMIT_S)
     time.sleep(delay)
     early = [one.status for one in run + reader if one.ended()]

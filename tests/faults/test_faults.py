@@ -29,8 +29,10 @@ def run(name, *args, devices=None, timeout=1200):
     return done.stdout
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-@pytest.mark.parametrize("way", ["device", "host", "disk", "params"])
+@pytest.mark.parametrize(
+    ("way", "processes"),
+    [*((way, count) for way in ("device", "host", "disk", "params") for count in (1, 2)), ("narrow", 1)],
+)
 def test_a_disturbed_run_is_the_uninterrupted_one(tmp_path, way, processes):
     """Killed, interrupted and given bad disks at random instants."""
     rounds = -(-ROUNDS * (3 - processes) // 9)  # those of two take twice as long
