@@ -118,7 +118,7 @@ def test_stages_offloads_and_microbatches_store_the_same_bits(kind, options, tmp
 
 
 def test_chunks_store_the_same_bits_and_hold_one_wide_chunk(monkeypatch):
-    monkeypatch.setattr(partition, "CHUNK_BYTES", 1024)
+    monkeypatch.setattr(partition, "RESIDENT_BYTES", 1024)
     # Another object than `ADAM`, whose update another test has planned in larger chunks.
     tx = transformation(8, tx=optax.adamw(1e-2, b1=0.5, b2=0.5), **NARROW["int8"])
     state = tx.create(parameters())

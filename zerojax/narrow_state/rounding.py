@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 SIGN = 0x80
 DROPPED = 20  # bits of a float32's mantissa that a code with 3 bits of mantissa does not have
+HALVED = np.uint32(253 << 23)  # less the exponent's bits of a power of two: those of its inverse, halved
 FIXED = 17  # bits after the point of a number that is rounded to an integer of 7 bits: 24 in all, as float32 has
 STEP = 0x9E3779B9  # what an update adds to a seed: 2^32 over the golden ratio, and odd, so that all seeds occur
 FACTORS = 0x85EBCA6B, 0xC2B2AE35  # of the finalizer of MurmurHash3 (Appleby, public domain)
@@ -60,19 +62,18 @@ def narrowed(wide: Array, encoded: UInt[Array, "*rows words"], *, encoding: Enco
     largest = jnp.max(jnp.abs(x), axis=-1, keepdims=True)
     # The code of the largest element is at most 127, also if it is rounded up.
     exponent = lax.bitcast_convert_type(largest * jnp.float32(SIGN / (SIGN - 1)), jnp.uint32) & jnp.uint32(0x7F800000)
-    scale = jnp.where(jnp.isfinite(largest), lax.bitcast_convert_type(exponent, jnp.float32), largest)
-    # Powers of two, but not below the normal numbers, because compilers flush those to zero.
-    down = jnp.where(largest > 1, jnp.float32(2.0**-65), 0.5)
-    part = jnp.where(scale > 0, jnp.abs(x) * down / jnp.where(scale > 0, 2 * down * scale, 1), 0)
-    # In integers, because it depends on the program whether a product is rounded before the noise is added.
-    fixed = (part * (SIGN << FIXED)).astype(jnp.uint32) + (noise >> 32 - FIXED)
-    linear = jnp.minimum(fixed >> FIXED, SIGN - 1).astype(jnp.int32)
-    signed = _to_float_code(part, noise, SIGN - 1) if encoding.format == "float8" else linear
-    unsigned = jnp.maximum(_to_float_code(part, noise, 2 * SIGN - 1), part > 0)
-    has_sign = ~jnp.all(x >= 0, axis=-1, keepdims=True)
-    codes = jnp.where(has_sign, jnp.where(x < 0, signed + SIGN, signed), unsigned).astype(jnp.uint8)
-    # A NaN or an infinity is not lost: the scale becomes NaN or infinite, and so does the block.
-    return _in_blocks([codes, jnp.where(has_sign, scale, -scale), seeds], encoding)
+    part = jnp.abs(x) * lax.bitcast_convert_type(HALVED - exponent, jnp.float32)
+    has_sign = ~(jnp.min(x, axis=-1, keepdims=True) >= 0)  # also if there is a NaN
+    most = jnp.where(has_sign, SIGN - 1, 2 * SIGN - 1)
+    codes = _to_float_code(part, noise, most)
+    if encoding.format == "int8":
+        # In integers, because it depends on the program whether a product is rounded before the noise is added.
+        fixed = (part * (SIGN << FIXED)).astype(jnp.uint32) + (noise >> 32 - FIXED)
+        codes = jnp.where(has_sign, jnp.minimum(fixed >> FIXED, SIGN - 1).astype(jnp.int32), codes)
+    codes = jnp.where(has_sign, jnp.where(x < 0, codes + SIGN, codes), jnp.maximum(codes, part > 0))
+    # What is not finite is not lost: the scale becomes infinite or NaN, and so does the block.
+    scale = jnp.where(exponent < HALVED, lax.bitcast_convert_type(exponent, jnp.float32), largest + jnp.inf)
+    return _in_blocks([codes.astype(jnp.uint8), jnp.where(has_sign, scale, -scale), seeds], encoding)
 
 
 def rounded(wide: Float[Array, "*rows n"], encoded: UInt[Array, "*rows words"], *, encoding: Encoding) -> Array:
@@ -102,18 +103,18 @@ def recoded(x: Array, source: Encoding | None, target: Encoding | None) -> Array
     return first_encoded(jnp.zeros(target.shape, target.dtype) if target.format == "seeds" else x, target, 0)
 
 
-def _offset(largest: int) -> int:
+def _offset(largest: Any) -> Any:
     """Return the difference between the leading bits of a float32 and its code. The code of 1.0 is `largest`."""
     return (127 << 23 - DROPPED) - largest
 
 
-def _to_float_code(part: Float[Array, "*block"], noise: Any, largest: int) -> Array:
-    """Round fractions of at most 1 to codes from 0 to `largest`."""
-    code = lax.bitcast_convert_type(part, jnp.uint32) + (noise >> 32 - DROPPED) >> DROPPED
-    least = lax.bitcast_convert_type(jnp.uint32(1 + _offset(largest) << DROPPED), jnp.float32)
+def _to_float_code(part: Float[Array, "*block"], noise: Any, largest: Array) -> Array:
+    """Round fractions of at most 1 to codes from 0 to `largest`, which is a number per block."""
+    code = (lax.bitcast_convert_type(part, jnp.uint32) + (noise >> 32 - DROPPED) >> DROPPED).astype(jnp.int32)
+    least = lax.bitcast_convert_type(1 + _offset(largest) << DROPPED, jnp.float32)
     uniform = (noise >> 8).astype(jnp.float32) * jnp.float32(2.0**-24)  # from 0 to less than 1, exact in float32
-    code = jnp.minimum(code.astype(jnp.int32) - _offset(largest), largest)
-    return jnp.where(part < least, (uniform < part / least).astype(jnp.int32), code)
+    code = jnp.minimum(code - _offset(largest), largest)
+    return jnp.where(part < least, (uniform * least < part).astype(jnp.int32), code)
 
 
 def _from_float_code(code: Array, largest: int) -> Float[Array, "*block"]:

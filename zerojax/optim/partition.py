@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from zerojax import compat, jaxprs
 from zerojax.layout.leaf import Leaf
 from zerojax.offload.chunked import Chunking, chunking_of, row_chunkings_of
-from zerojax.offload.options import CHUNK_BYTES, Offload
+from zerojax.offload.options import Offload
 from zerojax.optim.elementwise import LEAF, MIXED, SCALAR, Known, has_products, walk
 from zerojax.optim.owned import OwnedUpdate, owned_update
 from zerojax.optim.traced import (
@@ -46,6 +46,9 @@ from zerojax.placement.storage import shapes
 # parameter i. ("state", k) means only leaf k.
 Unit = int | tuple[str, int]
 
+# Bytes of the largest array of a chunk that is updated in a loop on the device. A chunk of this size stays in a cache, and
+# takes a GPU longer than to launch its kernels.
+RESIDENT_BYTES = 4 << 20
 PLACES = {"device": "on the device", "host": "in host memory", "disk": "on disk"}
 
 
@@ -158,7 +161,7 @@ class PlannedUpdate:
     def _chunkings_of_params(self) -> dict[int, Chunking]:
         """Map each parameter on disk, or with offloaded state, to the chunks into which its update may be divided."""
         (grads, state, _), offload = self.flat.leaves, self.flat.config.offload
-        most = CHUNK_BYTES if offload is None else offload.chunk_bytes
+        most = RESIDENT_BYTES if offload is None else offload.chunk_bytes
         by_row = row_chunkings_of(grads, most) if self._params_on_disk else {}
         itemsizes: dict[int, int] = {}
         for k, i in self.units.items():

@@ -68,6 +68,9 @@ def updated_group(
         chunks = [
             slice_chunk(config.mesh, x, start, of, chunking.dim, length) for x, of in zip(state, layouts, strict=True)
         ]
+        # Several kernels read a chunk. If they sliced it out of the array themselves, XLA would copy the whole array
+        # before it writes the new chunk.
+        chunks = lax.optimization_barrier(chunks)
         params, new, _ = update_on_device(config, key, params, chunks, [], inputs, start)
         trios = zip(state, new, layouts, strict=True)
         return params, [write_into_shards(config, x, chunk, start, of, chunking.dim) for x, chunk, of in trios]
