@@ -46,8 +46,8 @@ from zerojax.placement.storage import shapes
 # parameter i. ("state", k) means only leaf k.
 Unit = int | tuple[str, int]
 
-# Bytes of the largest array of a chunk that is updated in a loop on the device. Such a chunk stays in a cache, and a GPU
-# computes longer than it takes to launch its kernels.
+# Bytes of the largest array of a chunk that is updated in a loop on the device. Such a chunk stays in a cache, and
+# a GPU computes longer than it takes to launch its kernels.
 RESIDENT_BYTES = 4 << 20
 PLACES = {"device": "on the device", "host": "in host memory", "disk": "on disk"}
 
