@@ -46,8 +46,7 @@ from zerojax.placement.storage import shapes
 # parameter i. ("state", k) means only leaf k.
 Unit = int | tuple[str, int]
 
-# Bytes of the largest array of a chunk that is updated in a loop on the device. Such a chunk stays in a cache, and
-# a GPU computes longer than it takes to launch its kernels.
+# Bytes of the largest array of a chunk that a loop on the device updates. Such a chunk stays in a cache.
 RESIDENT_BYTES = 4 << 20
 PLACES = {"device": "on the device", "host": "in host memory", "disk": "on disk"}
 
@@ -115,8 +114,7 @@ class PlannedUpdate:
     def units(self) -> dict[int, Unit]:
         """Map each offloaded state leaf to its `Unit`. At least `Offload.fraction` of the bytes are offloaded.
 
-        Without an offload, the state of a parameter with encoded state is a unit, because it is updated in chunks, too,
-        unless the update multiplies matrices.
+        Without an offload, encoded state has units, too, unless the update multiplies matrices.
         """
         if self.flat.config.offload is None:
             state, param_of = self.flat.leaves.state, self.flat.leaves.param_of
@@ -347,9 +345,8 @@ def may_chunk(
     """Return whether the group of parameter `i` may be updated in chunks, because its equations are elementwise.
 
     Element n of each result must depend only on scalars, and on element n of the parameter's arrays. For example, a
-    group with a norm of offloaded state, or with a `cond` over all leaves, cannot be chunked. `leaves` has the layouts
-    of the state, and `state` the indices of the leaves that the equations replace after the parameter. Encoded arrays
-    count as the wide arrays that they represent.
+    group with a norm of offloaded state, or with a `cond` over all leaves, cannot be chunked. The equations
+    replace the parameter and the leaves `state` of `leaves`. Encoded arrays count as the wide arrays that they represent.
     """
     if any(eqn.effects for eqn in equations.jaxpr.eqns):
         return False  # `evaluate_as` would run the effects of both branches of a `cond`, once per chunk
