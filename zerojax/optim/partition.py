@@ -346,7 +346,7 @@ def may_chunk(
 
     Element n of each result must depend only on scalars, and on element n of the parameter's arrays. For example, a
     group with a norm of offloaded state, or with a `cond` over all leaves, cannot be chunked. The equations
-    replace the parameter and the leaves `state` of `leaves`. Encoded arrays count as the wide arrays that they represent.
+    replace the parameter and the leaves `state` of `leaves`. Encoded arrays count as the wide arrays they represent.
     """
     if any(eqn.effects for eqn in equations.jaxpr.eqns):
         return False  # `evaluate_as` would run the effects of both branches of a `cond`, once per chunk
