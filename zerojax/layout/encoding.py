@@ -55,6 +55,11 @@ class Encoding:
         return -(-self.shape[-1] // self.blocks)
 
     @property
+    def unused(self) -> int:
+        """Return the number of unused elements of the last block of a row."""
+        return self.blocks * self.width - self.shape[-1]
+
+    @property
     def is_scaled(self) -> bool:
         return self.format in ("int8", "float8")
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,36 +36,41 @@ STEP = 0x9E3779B9  # what an update adds to a seed: 2^32 over the golden ratio, 
 FACTORS = 0x85EBCA6B, 0xC2B2AE35  # of the finalizer of MurmurHash3 (Appleby, public domain)
 
 
-def widened(encoded: UInt[Array, "*rows words"], *, encoding: Encoding) -> Array:
-    """Return the wide array that an encoded array represents."""
-    codes, scales, _ = _parts_of(encoded, encoding)
+class EncodedBlocks(NamedTuple):
+    """An encoded array in parts, each with one row per block."""
+
+    codes: UInt[Array, "*rows blocks width"]
+    scales: Any  # shape=(*rows, blocks, 1), dtype=float32, or None
+    seeds: Any  # shape=(*rows, blocks, 1), dtype=uint32, or None
+
+
+def decoded(x: EncodedBlocks, encoding: Encoding) -> Float[Array, "*rows blocks width"]:
+    """Return the elements of blocks, in the type of the wide array."""
+    codes, scales, _ = x
     if encoding.format == "bfloat16":
-        wide = lax.bitcast_convert_type(codes.astype(jnp.uint32) << 16, jnp.float32)
-    else:
-        magnitude = codes & (SIGN - 1)
-        linear = magnitude.astype(jnp.float32) * jnp.float32(2 / SIGN)
-        signed = _from_float_code(magnitude, SIGN - 1) if encoding.format == "float8" else linear
-        signed = jnp.where(codes >= SIGN, -signed, signed)
-        wide = jnp.where(jnp.signbit(scales), _from_float_code(codes, 2 * SIGN - 1), signed) * jnp.abs(scales)
-    return _joined(wide, encoding).astype(encoding.dtype)
+        return lax.bitcast_convert_type(codes.astype(jnp.uint32) << 16, jnp.float32).astype(encoding.dtype)
+    magnitude = codes & (SIGN - 1)
+    linear = magnitude.astype(jnp.float32) * jnp.float32(2 / SIGN)
+    signed = _from_float_code(magnitude, SIGN - 1) if encoding.format == "float8" else linear
+    signed = jnp.where(codes >= SIGN, -signed, signed)
+    wide = jnp.where(jnp.signbit(scales), _from_float_code(codes, 2 * SIGN - 1), signed) * jnp.abs(scales)
+    return wide.astype(encoding.dtype)
 
 
-def narrowed(wide: Array, encoded: UInt[Array, "*rows words"], *, encoding: Encoding) -> UInt[Array, "*rows words"]:
-    """Round and encode a wide array. The seeds are those of `encoded`, the old encoded array, advanced by one step."""
-    seeds = _parts_of(encoded, encoding)[2]
-    seeds = None if seeds is None else seeds + jnp.uint32(STEP)
+def encoded(wide: Float[Array, "*rows blocks width"], old: EncodedBlocks, encoding: Encoding) -> EncodedBlocks:
+    """Round and encode elements of blocks. The seeds are those of `old`, advanced by one step."""
+    seeds = None if old.seeds is None else old.seeds + jnp.uint32(STEP)
     if encoding.format == "seeds":
-        return _in_blocks([seeds], encoding)
-    x, noise = _split(wide.astype(jnp.float32), encoding), _noise(seeds, encoding.width)
+        return EncodedBlocks(old.codes, None, seeds)
+    x, noise = wide.astype(jnp.float32), _noise(seeds, wide.shape)
     if encoding.format == "bfloat16":
-        return _in_blocks([(_to_bfloat16(x, noise) >> 16).astype(jnp.uint16), seeds], encoding)
-    largest = jnp.max(jnp.abs(x), axis=-1, keepdims=True)
+        return EncodedBlocks((_to_bfloat16(x, noise) >> 16).astype(jnp.uint16), None, seeds)
+    most, least = (fn(x, axis=-1, keepdims=True) for fn in (jnp.max, jnp.min))
+    largest, has_sign = jnp.maximum(most, -least), ~(least >= 0)  # has a sign also if there is a NaN
     # The code of the largest element is at most 127, also if it is rounded up.
     exponent = lax.bitcast_convert_type(largest * jnp.float32(SIGN / (SIGN - 1)), jnp.uint32) & jnp.uint32(0x7F800000)
     part = jnp.abs(x) * lax.bitcast_convert_type(HALVED - exponent, jnp.float32)
-    has_sign = ~(jnp.min(x, axis=-1, keepdims=True) >= 0)  # also if there is a NaN
-    most = jnp.where(has_sign, SIGN - 1, 2 * SIGN - 1)
-    codes = _to_float_code(part, noise, most)
+    codes = _to_float_code(part, noise, jnp.where(has_sign, SIGN - 1, 2 * SIGN - 1))
     if encoding.format == "int8":
         # In integers, because it depends on the program whether a product is rounded before the noise is added.
         fixed = (part * (SIGN << FIXED)).astype(jnp.uint32) + (noise >> 32 - FIXED)
@@ -73,13 +78,14 @@ def narrowed(wide: Array, encoded: UInt[Array, "*rows words"], *, encoding: Enco
     codes = jnp.where(has_sign, jnp.where(x < 0, codes + SIGN, codes), jnp.maximum(codes, part > 0))
     # What is not finite is not lost: the scale becomes infinite or NaN, and so does the block.
     scale = jnp.where(exponent < HALVED, lax.bitcast_convert_type(exponent, jnp.float32), largest + jnp.inf)
-    return _in_blocks([codes.astype(jnp.uint8), jnp.where(has_sign, scale, -scale), seeds], encoding)
+    return EncodedBlocks(codes.astype(jnp.uint8), jnp.where(has_sign, scale, -scale), seeds)
 
 
-def rounded(wide: Float[Array, "*rows n"], encoded: UInt[Array, "*rows words"], *, encoding: Encoding) -> Array:
-    """Round a float32 array stochastically to numbers that bfloat16 has. The seeds are those of `encoded`."""
-    bits = _to_bfloat16(_split(wide, encoding), _noise(_parts_of(encoded, encoding)[2], encoding.width))
-    return _joined(lax.bitcast_convert_type(bits, jnp.float32), encoding)
+def rounded(
+    wide: Float[Array, "*rows blocks width"], old: EncodedBlocks, encoding: Encoding
+) -> Float[Array, "*rows n"]:
+    """Round float32 elements stochastically to numbers that bfloat16 has. The seeds are those of `old`."""
+    return lax.bitcast_convert_type(_to_bfloat16(wide, _noise(old.seeds, wide.shape)), jnp.float32)
 
 
 def first_encoded(wide: Array, encoding: Encoding, number: int) -> UInt[Array, "*rows words"]:
@@ -88,10 +94,12 @@ def first_encoded(wide: Array, encoding: Encoding, number: int) -> UInt[Array, "
     seeds = _mixed(lax.iota(jnp.uint32, math.prod(shape)).reshape(shape) + _mixed(jnp.uint32(number + 1)))
     # Most first states are constants, and XLA would take seconds to fold the codes of a constant. It does not know that
     # an integer of 32 bits has fewer than 33 bits set, so this sum is no constant.
-    wide = _joined(_split(wide, encoding) + (lax.population_count(seeds) // 33).astype(wide.dtype), encoding)
-    codes = jnp.zeros((*shape[:-1], encoding.codes), encoding.code_dtype) if encoding.codes else None
+    wide = to_rows(to_blocks(wide, encoding) + (lax.population_count(seeds) // 33).astype(wide.dtype), encoding)
+    codes = jnp.zeros((*shape[:-1], encoding.codes), encoding.code_dtype)
     scales = jnp.zeros(shape, jnp.float32) if encoding.is_scaled else None
-    return narrow(wide, _in_blocks([codes, scales, seeds if encoding.has_seeds else None], encoding), encoding)
+    return narrow(
+        wide, to_rows(EncodedBlocks(codes, scales, seeds if encoding.has_seeds else None), encoding), encoding
+    )
 
 
 def recoded(x: Array, source: Encoding | None, target: Encoding | None) -> Array:
@@ -131,11 +139,11 @@ def _to_bfloat16(x: Float[Array, "*block"], noise: Any) -> UInt[Array, "*block"]
     return (bits + up | quiet) & jnp.uint32(0xFFFF0000)
 
 
-def _noise(seeds: Array | None, width: int) -> Any:
+def _noise(seeds: Array | None, shape: tuple[int, ...]) -> Any:
     """Return 32 random bits per element of a block. Without seeds, return the bits that round to the nearest code."""
     if seeds is None:
         return jnp.uint32(1 << 31)
-    lanes = lax.broadcasted_iota(jnp.uint32, (*seeds.shape[:-1], width), seeds.ndim - 1)
+    lanes = lax.broadcasted_iota(jnp.uint32, shape, len(shape) - 1)
     return _mixed(seeds ^ lanes * jnp.uint32(FACTORS[0]))
 
 
@@ -145,22 +153,16 @@ def _mixed(x: Array) -> Array:
     return x ^ x >> 16
 
 
-def _split(wide: Array, encoding: Encoding) -> Array:
-    """Divide the last dim into blocks: `[*rows, blocks, width]`. Unused elements at the end are zero."""
-    unused = encoding.blocks * encoding.width - encoding.shape[-1]
-    if unused:
-        wide = jnp.pad(wide, [*[(0, 0)] * (wide.ndim - 1), (0, unused)])
-    return wide.reshape(*wide.shape[:-1], encoding.blocks, encoding.width)
+def to_blocks(x: Array, encoding: Encoding) -> Float[Array, "*rows blocks width"]:
+    """Divide the last dim of a wide array into blocks. Unused elements at the end are zero."""
+    if encoding.unused:
+        x = jnp.pad(x, [*[(0, 0)] * (x.ndim - 1), (0, encoding.unused)])
+    return x.reshape(*x.shape[:-1], encoding.blocks, encoding.width)
 
 
-def _joined(blocks: Array, encoding: Encoding) -> Array:
-    wide = blocks.reshape(*blocks.shape[:-2], -1)
-    return lax.slice_in_dim(wide, 0, encoding.shape[-1], axis=-1)
-
-
-def _parts_of(encoded: Array, encoding: Encoding) -> tuple[Array, Any, Any]:
-    """Return codes, scales and seeds, each with one row per block, or None if blocks have no scale or no seed."""
-    blocks = encoded.reshape(*encoded.shape[:-1], encoding.blocks, encoding.words)
+def blocks_of(x: UInt[Array, "*rows words"], encoding: Encoding) -> EncodedBlocks:
+    """Divide an encoded array into its parts."""
+    blocks = x.reshape(*x.shape[:-1], encoding.blocks, encoding.words)
     size = 4 // encoding.code_dtype.itemsize
 
     def word(n: int, dtype: Any) -> Array:
@@ -170,33 +172,40 @@ def _parts_of(encoded: Array, encoding: Encoding) -> tuple[Array, Any, Any]:
 
     scales = word(0, jnp.float32) if encoding.is_scaled else None
     seeds = word(int(encoding.is_scaled), jnp.uint32) if encoding.has_seeds else None
-    return lax.slice_in_dim(blocks, 0, encoding.codes, axis=-1), scales, seeds
+    return EncodedBlocks(lax.slice_in_dim(blocks, 0, encoding.codes, axis=-1), scales, seeds)
 
 
-def _in_blocks(parts: list, encoding: Encoding) -> Array:
-    """Undo `_parts_of`."""
-    bits = [lax.bitcast_convert_type(x, encoding.code_dtype) for x in parts if x is not None]
+def to_rows(x: Array | EncodedBlocks, encoding: Encoding) -> Array:
+    """Undo `to_blocks` or `blocks_of`."""
+    if not isinstance(x, EncodedBlocks):
+        return lax.slice_in_dim(x.reshape(*x.shape[:-2], -1), 0, encoding.shape[-1], axis=-1)
+    bits = [lax.bitcast_convert_type(part, encoding.code_dtype) for part in x if part is not None]
     blocks = jnp.concatenate([x.reshape(*x.shape[: len(encoding.shape)], -1) for x in bits], axis=-1)
     return blocks.reshape(*blocks.shape[:-2], -1)
 
 
-def _primitive(name: str, fn: Callable[..., Array], last_dim: Callable, dtype: Callable) -> Callable[..., Array]:
-    """Return `fn(*arrays, encoding)` as a primitive, for arrays with any number of rows."""
-    primitive = Primitive(name)
-    assert name in BY_BLOCK
+def _primitive(name: str, last_dim: Callable, dtype: Callable) -> Callable[..., Array]:
+    """Return a rule of `RULES` as a primitive `f(*arrays, encoding)`, for arrays with any number of rows."""
+    primitive, rule = Primitive(name), RULES[name]
 
     @primitive.def_abstract_eval
     def _aval(x: Any, *_: Any, encoding: Encoding) -> Any:
         shape = (*x.shape[:-1], last_dim(encoding))
         return x.update(shape=shape, dtype=jnp.dtype(dtype(encoding)), weak_type=False)
 
-    primitive.def_impl(jax.jit(fn, static_argnames="encoding"))
-    mlir.register_lowering(primitive, mlir.lower_fun(fn, multiple_results=False))
+    def run(*arrays: Array, encoding: Encoding) -> Array:
+        *wide, last = arrays
+        return to_rows(rule(*(to_blocks(x, encoding) for x in wide), blocks_of(last, encoding), encoding), encoding)
+
+    primitive.def_impl(jax.jit(run, static_argnames="encoding"))
+    mlir.register_lowering(primitive, mlir.lower_fun(run, multiple_results=False))
     return lambda *args: primitive.bind(*args[:-1], encoding=args[-1])
 
 
+RULES = {"widen_blocks": decoded, "narrow_blocks": encoded, "round_blocks": rounded}
+assert RULES.keys() == BY_BLOCK
 _WIDE = (lambda encoding: encoding.shape[-1]), (lambda encoding: encoding.dtype)
 _ENCODED = (lambda encoding: encoding.encoded_shape[-1]), (lambda encoding: encoding.code_dtype)
-widen = _primitive("widen_blocks", widened, *_WIDE)
-narrow = _primitive("narrow_blocks", narrowed, *_ENCODED)
-round_to_bfloat16 = _primitive("round_blocks", rounded, *_WIDE)
+widen = _primitive("widen_blocks", *_WIDE)
+narrow = _primitive("narrow_blocks", *_ENCODED)
+round_to_bfloat16 = _primitive("round_blocks", *_WIDE)

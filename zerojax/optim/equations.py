@@ -157,25 +157,30 @@ def _compute(config: Config, owned: OwnedCores, env: dict, variables: list) -> d
     return found
 
 
-def evaluate_as(jaxpr: Any, consts: Sequence, values: Sequence, shape: tuple[int, ...]) -> list:
+def evaluate_as(
+    jaxpr: Any, consts: Sequence, values: Sequence, shape: tuple[int, ...], first: jaxprs.Rule = lambda *_: None
+) -> list:
     """Evaluate an elementwise `jaxpr` on `values` with the given shape, which may differ from the shape in its trace.
 
     All branches of a `cond` are evaluated, because the shapes in a traced branch cannot change. If any of `values` is
-    in host memory, constants that are broadcast are copied to host memory.
+    in host memory, constants that are broadcast are copied to host memory. An equation for which `first` returns
+    results is not evaluated.
     """
-    on_host = any(compat.in_host_memory(jax.typeof(x)) for x in values)
+    on_host = any(compat.in_host_memory(jax.typeof(x)) for x in jax.tree.leaves(values))
 
     def rule(eqn, operands):
+        if (results := first(eqn, operands)) is not None:
+            return results
         if eqn.primitive.name == "broadcast_in_dim":
             out = jnp.broadcast_to(operands[0], shape)
             moved = on_host and not compat.in_host_memory(jax.typeof(out))
             return [jax.device_put(out, jax.memory.Space.Host) if moved else out]
         if eqn.primitive.name == "cond":
             index, *rest = operands
-            results = [evaluate_as(*compat.opened(branch), rest, shape) for branch in eqn.params["branches"]]
+            results = [evaluate_as(*compat.opened(branch), rest, shape, first) for branch in eqn.params["branches"]]
             return [lax.select_n(index, *jnp.broadcast_arrays(*cases)) for cases in zip(*results, strict=True)]
         if (body := compat.evaluated(eqn)) is not None:
-            return evaluate_as(*compat.opened(body), operands, shape)
+            return evaluate_as(*compat.opened(body), operands, shape, first)
         return None
 
     return jaxprs.evaluate(jaxpr, consts, values, rule)

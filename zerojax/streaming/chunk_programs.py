@@ -113,10 +113,14 @@ def update_on_device(
 
 def updated_chunk(key: ProgramKey, params: Sequence, state: Sequence, inputs: GroupInputs) -> list:
     """Return the new parameters and the new state of a chunk, as one list."""
-    shape = params[0].shape
-    new = evaluate_as(key.equations.jaxpr, (), operands(key, params, state, inputs), shape)
-    encoded = [*(False for _ in key.params), *(leaf.encoding is not None for leaf in key.state)]
-    return [x if is_encoded else jnp.broadcast_to(x, shape) for x, is_encoded in zip(new, encoded, strict=True)]
+    shape, jaxpr, values = params[0].shape, key.equations.jaxpr, operands(key, params, state, inputs)
+    if any(leaf.encoding for leaf in key.state):
+        from zerojax.streaming.encoded_chunks import updated_blocks
+
+        read = [key.state[i].encoding if kind == STATE else None for kind, i in key.reads]
+        written = [*(None for _ in key.params), *(leaf.encoding for leaf in key.state)]
+        return updated_blocks(jaxpr, values, read, written, shape)
+    return [jnp.broadcast_to(x, shape) for x in evaluate_as(jaxpr, (), values, shape)]
 
 
 def operands(key: ProgramKey, params: Sequence, state: Sequence, inputs: GroupInputs) -> list:
