@@ -5,8 +5,8 @@
     python benchmarks/narrow_update.py --json benchmarks/results/narrow_update.json
 
 The loss is a weighted sum of the parameters, so nearly all of the step is its update. All ways run in turn in each
-round, so that a slow moment of the machine affects all of them. The bytes are those of the kernels of the compiled step
-that read or write state, from its HLO: one parameter, per element and device.
+round, so that a slow moment of the machine affects all of them. The bytes are those that the compiled step's kernels
+read and write for the update, from its HLO.
 """
 
 import argparse
@@ -22,7 +22,10 @@ import jax.numpy as jnp
 import machine
 import optax
 
-from zerojax import Narrow, Precision, plan, zero_shard
+from zerojax import Narrow, Precision, names, plan, zero_shard
+from zerojax.comm.collectives import UPDATE
+from zerojax.inspect.hlo import read
+from zerojax.inspect.roofline import kernels
 
 ROWS = 8
 MATRIX = (2048, 1024)
@@ -61,7 +64,9 @@ def main() -> None:
 
 
 def transformation(optimizer: Callable, way: Narrow | None, devices: int) -> Any:
-    mesh = jax.make_mesh((devices,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    mesh = jax.make_mesh(
+        (devices,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:devices]
+    )
     return zero_shard(optimizer(), stage=3, mesh=mesh, precision=Precision.bf16(), state=way)
 
 
@@ -95,13 +100,21 @@ def seconds_of(optimizer: Callable, asked: argparse.Namespace) -> dict[str, dict
     return rows
 
 
-def bytes_of(optimizer: Callable, way: Narrow | None, topology: str, size: int = 4096) -> float:
-    """Return the bytes that kernels of the update read and write, per element of a parameter of `[size, size]`."""
-    devices = jax.device_count()
-    tx, x = transformation(optimizer, way, devices), jax.ShapeDtypeStruct((ROWS * devices, size), jnp.bfloat16)
+def bytes_of(optimizer: Callable, way: Narrow | None, topology: str, size: int = 8192) -> dict[str, float]:
+    """Return the bytes that kernels read and write on each device, per element of its part of a matrix.
+
+    The norm of the gradients is a metric of the step. XLA computes it in a kernel of the wide update, but before a
+    narrow one.
+    """
+    tx, x = transformation(optimizer, way, 1), jax.ShapeDtypeStruct((ROWS, size), jnp.bfloat16)
     state = jax.eval_shape(tx.create, {"w": jax.ShapeDtypeStruct((size, size), jnp.float32)})
-    found = plan(tx.train_step(loss), state, x, topology=topology)
-    return found.text
+    square = lambda params, x: jnp.mean((x @ params["w"]).astype(jnp.float32) ** 2)
+    found = plan(tx.train_step(square), state, x, topology=topology)
+    module, elements = read(found.text), size**2 // found.devices
+    scopes = {i.name: i.op_name for c in module.computations.values() for i in c.instructions}
+    of = lambda scope: sum(k.traffic * k.times for k in kernels(module) if scope in scopes[k.name]) / elements
+    update, norm = of(UPDATE), of(names.GRAD_NORM)
+    return {"update": round(update, 2), "with norm": round(update + norm, 2)}
 
 
 if __name__ == "__main__":

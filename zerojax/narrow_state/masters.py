@@ -15,12 +15,10 @@ from zerojax.layout.encoding import Encoding
 from zerojax.layout.leaf import Leaf
 from zerojax.layout.tree import Layout
 from zerojax.narrow_state.encoded_state import encoded_leaf, may_encode
-from zerojax.narrow_state.rounding import first_encoded, narrow, round_to_bfloat16
+from zerojax.narrow_state.rounding import first_encoded, narrow, nearest_bfloat16, round_to_bfloat16
 
 if TYPE_CHECKING:
     from jaxtyping import Array
-
-BFLOAT16 = {"exponent_bits": 8, "mantissa_bits": 7}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,15 +40,15 @@ class Compensated:
     def current(self, master: Array, param: Array) -> Array:
         weight = param + master.astype(param.dtype)
         # A program changed the parameter if the error is not that of this parameter.
-        return jnp.where(lax.reduce_precision(weight, **BFLOAT16) == param, weight, param)
+        return jnp.where(nearest_bfloat16(weight) == param, weight, param)
 
     def kept(self, moved: Array, master: Array) -> tuple[Array, Array]:
-        param = lax.reduce_precision(moved, **BFLOAT16)
+        param = nearest_bfloat16(moved)
         rest = moved - param
-        error = lax.reduce_precision(rest, **BFLOAT16)
+        error = nearest_bfloat16(rest)
         # The rounded error may be halfway to the next parameter, to which the sum would round. Then truncate the error.
         bits = lax.bitcast_convert_type(rest, jnp.uint32) & jnp.uint32(0xFFFF0000)
-        same = lax.reduce_precision(param + error, **BFLOAT16) == param
+        same = nearest_bfloat16(param + error) == param
         error = jnp.where(same, error, lax.bitcast_convert_type(bits, jnp.float32))
         return param, error.astype(jnp.bfloat16)
 

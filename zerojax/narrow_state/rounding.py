@@ -39,7 +39,7 @@ FACTORS = 0x85EBCA6B, 0xC2B2AE35  # of the finalizer of MurmurHash3 (Appleby, pu
 class EncodedBlocks(NamedTuple):
     """An encoded array in parts, each with one row per block."""
 
-    codes: UInt[Array, "*rows blocks width"]
+    codes: Any  # shape=(*rows, blocks, width), an unsigned integer. Encodings of seeds have none
     scales: Any  # shape=(*rows, blocks, 1), dtype=float32, or None
     seeds: Any  # shape=(*rows, blocks, 1), dtype=uint32, or None
 
@@ -86,6 +86,13 @@ def rounded(
 ) -> Float[Array, "*rows n"]:
     """Round float32 elements stochastically to numbers that bfloat16 has. The seeds are those of `old`."""
     return lax.bitcast_convert_type(_to_bfloat16(wide, _noise(old.seeds, wide.shape)), jnp.float32)
+
+
+def nearest_bfloat16(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """Round float32 numbers to those of bfloat16. XLA removes a pair of casts, and Pallas has no `reduce_precision`."""
+    bits = lax.bitcast_convert_type(x, jnp.uint32)
+    bits = bits + jnp.uint32(0x7FFF) + (bits >> 16 & jnp.uint32(1)) & jnp.uint32(0xFFFF0000)  # ties to even
+    return jnp.where(jnp.isfinite(x), lax.bitcast_convert_type(bits, jnp.float32), x)
 
 
 def first_encoded(wide: Array, encoding: Encoding, number: int) -> UInt[Array, "*rows words"]:

@@ -113,21 +113,19 @@ def update_on_device(
 
 def updated_chunk(key: ProgramKey, params: Sequence, state: Sequence, inputs: GroupInputs) -> list:
     """Return the new parameters and the new state of a chunk, as one list."""
-    shape, jaxpr, values = params[0].shape, key.equations.jaxpr, operands(key, params, state, inputs)
+    shape, values = params[0].shape, operands(key, params, state, inputs)
     if any(leaf.encoding for leaf in key.state):
         from zerojax.streaming.encoded_chunks import updated_blocks
 
-        read = [key.state[i].encoding if kind == STATE else None for kind, i in key.reads]
-        written = [*(None for _ in key.params), *(leaf.encoding for leaf in key.state)]
-        return updated_blocks(jaxpr, values, read, written, shape)
-    return [jnp.broadcast_to(x, shape) for x in evaluate_as(jaxpr, (), values, shape)]
+        return updated_blocks(key, values, shape)
+    return [jnp.broadcast_to(x, shape) for x in evaluate_as(key.equations.jaxpr, (), values, shape)]
 
 
 def operands(key: ProgramKey, params: Sequence, state: Sequence, inputs: GroupInputs) -> list:
     """Return the values that the equations read, each in the type of its layout. Full arrays lose their padding."""
 
     def typed(arrays: Sequence[Array], leaves: Sequence[Leaf]) -> list:
-        arrays = [x.astype(leaf.dtype) for x, leaf in zip(arrays, leaves, strict=False)]
+        arrays = [x if leaf.encoding else x.astype(leaf.dtype) for x, leaf in zip(arrays, leaves, strict=False)]
         return arrays if key.dim is not None else list(map(unpadded, arrays, leaves))
 
     grads = typed(inputs.grads, key.grads)

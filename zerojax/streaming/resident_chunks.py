@@ -1,15 +1,18 @@
-"""Update encoded state that stays on the device, in loops over chunks, so that at most one chunk is wide at a time.
+"""Update encoded state that stays on the device, so that at most one chunk is wide at a time.
 
-The loops are a part of the step's program. They use the groups and the chunks of the streamed update.
+On GPUs, one kernel updates a parameter and its state where possible; see `block_kernel`. Otherwise a loop over chunks
+does, with the groups and the chunks of the streamed update. Both are a part of the step's program.
 """
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import Mesh
 
 from zerojax.config import Config
 from zerojax.offload.chunked import slice_chunk
@@ -23,6 +26,17 @@ from zerojax.streaming.chunk_programs import GroupInputs, ProgramKey, update_on_
 
 if TYPE_CHECKING:
     from jaxtyping import Array
+
+
+def runs_kernels(mesh: Mesh) -> bool:
+    """Return whether Pallas compiles kernels for the devices with Triton: NVIDIA's GPUs since Ampere.
+
+    A later version of JAX will not have Triton any more.
+    """
+    device = mesh.devices.flat[0]
+    version = str(getattr(device, "compute_capability", "")).partition(".")[0]
+    known = device.platform == "gpu" and version.isdigit() and int(version) >= 8
+    return known and importlib.util.find_spec("jax.experimental.pallas.triton") is not None
 
 
 def update_in_chunks(
@@ -57,9 +71,15 @@ def updated_group(
     inputs: GroupInputs,
 ) -> tuple[list, list, list]:
     """Return the new `(params, state, resident)` of a group. Chunks of equal length are updated in one loop."""
-    chunking = group.chunking
+    chunking, key = group.chunking, ProgramKey.of(plan, group, 0)
+    if chunking is not None and runs_kernels(config.mesh):
+        from zerojax.streaming.block_kernel import may_be_kernel, updated_in_kernel
+
+        if may_be_kernel(key, inputs):
+            new = updated_in_kernel(config, key, params, state, inputs)
+            return new[: len(params)], new[len(params) :], resident
     if chunking is None or len(chunking.extents) == 1:
-        key = ProgramKey.of(plan, group, 0 if chunking is None else chunking.extents[0])
+        key = key if chunking is None else ProgramKey.of(plan, group, chunking.extents[0])
         return update_on_device(config, key, params, state, resident, inputs, jnp.int32(0))
     length, layouts = chunking.extents[0], [plan.state[k] for k in group.state]
 

@@ -1,0 +1,152 @@
+"""Update a parameter and its encoded state on a GPU, in one Pallas kernel that reads and writes each array once.
+
+XLA would need at least two kernels, and would write wide arrays between them, because the scale of a block must be
+known before its elements are rounded.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+from jax.sharding import PartitionSpec
+
+from zerojax import compat
+from zerojax.comm.mesh import mapped
+from zerojax.config import Config
+from zerojax.layout.encoding import BY_BLOCK
+from zerojax.layout.leaf import Leaf
+from zerojax.narrow_state.rounding import EncodedBlocks
+from zerojax.streaming.chunk_programs import GroupInputs, ProgramKey, operands
+from zerojax.streaming.encoded_chunks import evaluated_blocks
+
+if TYPE_CHECKING:
+    from jaxtyping import Array
+
+ROWS = 8  # blocks per program of the kernel. With blocks of 256, each of 128 threads has 16 elements of each array
+MOST = 2**31  # the kernel's indices are integers of 32 bits
+# What Pallas compiles with Triton, among the operations of updates. Others are computed in chunks.
+COMPILED = BY_BLOCK | frozenset(
+    "abs add add_any and bitcast_convert_type broadcast_in_dim clamp cond convert_element_type copy copy_p div eq exp "
+    "exp2 ge gt integer_pow is_finite le log log1p logistic lt max min mul ne neg not or pow rsqrt select_n sign sqrt "
+    "shift_left shift_right_logical square stop_gradient sub tanh xor".split()
+)
+
+
+def may_be_kernel(key: ProgramKey, inputs: GroupInputs) -> bool:
+    """Return whether the kernel can update whole arrays. Otherwise they are updated in chunks."""
+    first = _encoding_of(key)
+    return (
+        not (first.unused or first.width & (first.width - 1))  # arrays of Triton have powers of two
+        and math.prod(key.params[0].local_shape) < MOST
+        and all(jnp.shape(x) == () for x in (*inputs.shared, *inputs.consts))
+        and names_in(key.equations.jaxpr) <= COMPILED
+    )
+
+
+def _encoding_of(key: ProgramKey) -> Any:
+    return next(leaf.encoding for leaf in key.state if leaf.encoding)
+
+
+def names_in(jaxpr: Any) -> set[str]:
+    """Return the names of the primitives of a program, and of the bodies of its calls and conditions."""
+    found = set()
+    for eqn in jaxpr.eqns:
+        bodies = [body] if (body := compat.evaluated(eqn)) is not None else eqn.params.get("branches", ())
+        found |= {eqn.primitive.name} if not bodies or "branches" in eqn.params else set()
+        found |= set().union(*(names_in(compat.opened(body)[0]) for body in bodies))
+    return found
+
+
+def updated_in_kernel(
+    config: Config, key: ProgramKey, params: Sequence, state: Sequence, inputs: GroupInputs
+) -> list[Array]:
+    """Update whole arrays in one kernel per device, which overwrites the parameter and the state where it can.
+
+    The arguments are as in `chunk_programs.update_on_device`. Return the new parameter and the new state.
+    """
+    layouts = [*key.params, *key.state, *key.grads]
+    scalars = [jnp.reshape(x, 1) for x in (*inputs.shared, *inputs.consts)]
+    on_cpu = config.mesh.devices.flat[0].platform == "cpu"  # in tests
+    call = functools.partial(_call, key, _encoding_of(key).width, len(inputs.shared), on_cpu)
+    specs = [leaf.spec for leaf in layouts]
+    run = mapped(
+        call,
+        mesh=config.mesh,
+        in_specs=(*specs, *(PartitionSpec() for _ in scalars)),
+        out_specs=specs[: len(params) + len(state)],
+        axis_names=set(config.mesh.axis_names),
+    )
+    return list(run(*params, *state, *inputs.grads, *scalars))
+
+
+def _call(key: ProgramKey, width: int, shared: int, interpret: bool, *arrays: Array) -> list[Array]:
+    """Run the kernel on a device's shards, and on scalars of shape `[1]`. See `updated_in_kernel`."""
+    leaves = [*key.params, *key.state, *key.grads]
+    written = leaves[: len(key.params) + len(key.state)]
+    count = arrays[0].size // width
+    rows = math.gcd(count, ROWS)
+    flat = [x.reshape(count, -1) for x in arrays[: len(leaves)]]
+    scalars = arrays[len(leaves) :]
+    dtypes = [*key.stored_dtypes, *(leaf.dtype for leaf in key.state)]
+    block = lambda x: pl.BlockSpec((rows, x.shape[1]), lambda i: (i, 0))
+    new = pl.pallas_call(
+        functools.partial(_kernel, key, (rows, width), shared),
+        [jax.ShapeDtypeStruct(x.shape, dtype) for x, dtype in zip(flat, dtypes, strict=False)],
+        grid=(count // rows,),
+        in_specs=[*map(block, flat), *(pl.BlockSpec((1,), lambda i: (0,)) for _ in scalars)],
+        out_specs=[block(x) for x in flat[: len(written)]],
+        input_output_aliases={i: i for i, dtype in enumerate(dtypes) if flat[i].dtype == dtype},
+        compiler_params=triton.CompilerParams(),
+        interpret=interpret,
+        name="zerojax_narrow_update",
+    )(*flat, *scalars)
+    return [x.reshape(old.shape) for x, old in zip(new, arrays, strict=False)]
+
+
+def _kernel(key: ProgramKey, shape: tuple[int, int], shared: int, *refs: Any) -> None:
+    """Update `shape[0]` blocks."""
+    p, s = len(key.params), len(key.state)
+    leaves = [*key.params, *key.state, *key.grads]
+    arrays = [_loaded(ref, leaf) for ref, leaf in zip(refs, leaves, strict=False)]
+    scalars = [ref[0] for ref in refs[len(leaves) : len(refs) - p - s]]
+    inputs = GroupInputs(arrays[p + s :], scalars[:shared], scalars[shared:])
+    new = evaluated_blocks(key, operands(key, arrays[:p], arrays[p : p + s], inputs), shape)
+    for ref, leaf, x in zip(refs[len(refs) - p - s :], leaves, new, strict=False):
+        _store(ref, leaf, x)
+
+
+def _loaded(ref: Any, leaf: Leaf) -> Any:
+    if (of := leaf.encoding) is None:
+        return ref[...]
+    bits = 8 * of.code_dtype.itemsize
+
+    def word(n: int) -> Array:
+        parts = [
+            ref[:, pl.ds(of.codes + n * 32 // bits + i, 1)].astype(jnp.uint32) << i * bits for i in range(32 // bits)
+        ]
+        return functools.reduce(jnp.bitwise_or, parts)
+
+    codes = ref[:, pl.ds(0, of.codes)] if of.codes else None
+    scales = lax.bitcast_convert_type(word(0), jnp.float32) if of.is_scaled else None
+    return EncodedBlocks(codes, scales, word(int(of.is_scaled)) if of.has_seeds else None)
+
+
+def _store(ref: Any, leaf: Leaf, x: Any) -> None:
+    if (of := leaf.encoding) is None:
+        ref[...] = x.astype(ref.dtype)
+        return
+    if of.codes:
+        ref[:, pl.ds(0, of.codes)] = x.codes
+    bits = 8 * of.code_dtype.itemsize
+    for n, word in enumerate(word for word in x[1:] if word is not None):
+        start, word = of.codes + n * 32 // bits, lax.bitcast_convert_type(word, jnp.uint32)
+        for i in range(32 // bits):
+            ref[:, pl.ds(start + i, 1)] = (word >> i * bits).astype(of.code_dtype)
