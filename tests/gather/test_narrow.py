@@ -187,7 +187,9 @@ def test_a_scale_of_a_small_divided_dim():
     loss = lambda w, x: jnp.mean((x @ QUANTISERS["scale per column"](w)) ** 2)
     tx = transformation(mesh=mesh_of(2), persist_below=0)
     grads = tx.unshard(jax.jit(tx.value_and_grad(loss))(tx.shard(w), x)[1])
-    np.testing.assert_allclose(grads, jax.grad(loss)(w, x), rtol=1e-5)
+    plain = jax.grad(loss)(w, x)
+    # Sums of float32 are as exact as their summands: an element whose summands cancel has fewer exact digits.
+    np.testing.assert_allclose(grads, plain, atol=2e-6 * float(jnp.abs(plain).max()))
 
 
 def test_a_second_derivative_is_refused():
