@@ -81,8 +81,10 @@ def optimized():
     jax.config.update("jax_disable_most_optimizations", True)
 
 
-# By default, a part of a grid's cases runs, and four of a long list of slow ones. `ZEROJAX_GRIDS=all` runs every case.
+# By default, a part of a grid's cases runs, and three of each slow test's. `ZEROJAX_GRIDS=all` runs every case, and
+# `ZEROJAX_GRIDS=few` two of each slow test's.
 ALL_CASES = os.environ.get("ZEROJAX_GRIDS") == "all"
+SLOW_CASES = 2 if os.environ.get("ZEROJAX_GRIDS") == "few" else 3
 
 
 def covering(cases):
@@ -115,7 +117,7 @@ def fraction(k, *dims):
 def pytest_collection_modifyitems(config, items):
     """Of a test that several parametrizations or fixtures make a grid, keep the cases that show each value of each.
 
-    Of a slow test that still has more than five cases, keep about four. Pages of the documentation all run.
+    Of a slow test, keep at most `SLOW_CASES`. Pages of the documentation all run.
     Of a test that is marked `quick(n)`, all cases but the first n are slow.
     """
     grids = collections.defaultdict(dict)
@@ -126,8 +128,8 @@ def pytest_collection_modifyitems(config, items):
     kept = set()
     for (name, is_slow), grid in grids.items():
         cases = covering(grid)
-        many = is_slow and len(cases) > 5 and not ALL_CASES and "house" not in name
-        kept.update(cases[:: 2 * math.ceil(len(cases) / 8)] if many else cases)
+        many = is_slow and not ALL_CASES and "house" not in name
+        kept.update(cases[:: math.ceil(len(cases) / SLOW_CASES)] if many else cases)
         quick = cases[0].get_closest_marker("quick")
         for item in cases[quick.args[0] if quick and not is_slow else len(cases) :]:
             item.add_marker("slow")

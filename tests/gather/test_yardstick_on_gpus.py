@@ -34,10 +34,10 @@ def figures(style, prefetch, layers=24, way="stage3", topology="h200:8", size="g
 VOCABULARY = 4096
 
 
-@pytest.mark.parametrize(("style", "prefetch", "most"), [("unrolled", 1, 1.08), ("scan", 1, 1.08), ("scan", 0, 1.06)])
-def test_parameters_are_gathered_twice_and_a_device_needs_little_beyond_shards_and_activations(style, prefetch, most):
-    assert figures(style, prefetch)["passes"] <= 2.02
-    assert figures(style, prefetch)["all-in"] <= most
+@pytest.mark.parametrize("style", ["unrolled", "scan"])
+def test_parameters_are_gathered_twice_and_a_device_needs_little_beyond_shards_and_activations(style):
+    assert figures(style, 1)["passes"] <= 2.02
+    assert figures(style, 1)["all-in"] <= 1.08
 
 
 @pytest.mark.parametrize(("style", "way"), [("unrolled", "stage3"), ("scan", "stage3"), ("scan", "device")])
@@ -105,10 +105,10 @@ def test_fp8_layers_gather_half_the_bytes_which_hide_and_multiply_float8():
 
 def test_beside_tensor_parallelism_half_as_much_is_gathered_and_hides():
     """ZeRO over 4 groups of 2 devices, of which each has half the model: two passes over that half."""
-    found, share = figures("scan", 1, way="tensor"), figures("scan", 1, topology="h200:4")["all-in"] / 2
+    found = figures("scan", 1, way="tensor")
     assert found["passes"] <= 2.02
     assert found["hidden"] >= 0.90
-    assert found["all-in"] <= 1.3 * share
+    assert found["all-in"] <= 0.70  # 0.68. The whole model on four devices needs 1.33
 
 
 def test_a_layer_more_costs_no_more_than_its_activation():
