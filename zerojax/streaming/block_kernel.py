@@ -34,9 +34,9 @@ ROWS = 8  # blocks per program of the kernel. With blocks of 256, each of 128 th
 MOST = 2**31  # the kernel's indices are integers of 32 bits
 # What Pallas compiles with Triton, among the operations of updates. Others are computed in chunks.
 COMPILED = BY_BLOCK | frozenset(
-    "abs add add_any and bitcast_convert_type broadcast_in_dim clamp cond convert_element_type copy copy_p div eq exp "
-    "exp2 ge gt integer_pow is_finite le log log1p logistic lt max min mul ne neg not or pow rsqrt select_n sign sqrt "
-    "shift_left shift_right_logical square stop_gradient sub tanh xor".split()
+    "abs add add_any and bitcast_convert_type broadcast_in_dim clamp cond convert_element_type div eq exp exp2 ge gt "
+    "integer_pow is_finite le log log1p logistic lt max min mul ne neg not or pow rsqrt select_n sign sqrt shift_left "
+    "shift_right_logical square sub tanh xor".split()
 )
 
 
@@ -98,7 +98,7 @@ def _call(key: ProgramKey, width: int, shared: int, interpret: bool, *arrays: Ar
     dtypes = [*key.stored_dtypes, *(leaf.dtype for leaf in key.state)]
     block = lambda x: pl.BlockSpec((rows, x.shape[1]), lambda i: (i, 0))
     new = pl.pallas_call(
-        functools.partial(_kernel, key, (rows, width), shared),
+        functools.partial(_kernel, key, (rows, width), shared, interpret),
         [jax.ShapeDtypeStruct(x.shape, dtype) for x, dtype in zip(flat, dtypes, strict=False)],
         grid=(count // rows,),
         in_specs=[*map(block, flat), *(pl.BlockSpec((1,), lambda i: (0,)) for _ in scalars)],
@@ -111,7 +111,7 @@ def _call(key: ProgramKey, width: int, shared: int, interpret: bool, *arrays: Ar
     return [x.reshape(old.shape) for x, old in zip(new, arrays, strict=False)]
 
 
-def _kernel(key: ProgramKey, shape: tuple[int, int], shared: int, *refs: Any) -> None:
+def _kernel(key: ProgramKey, shape: tuple[int, int], shared: int, interpret: bool, *refs: Any) -> None:
     """Update `shape[0]` blocks."""
     p, s = len(key.params), len(key.state)
     leaves = [*key.params, *key.state, *key.grads]
@@ -119,6 +119,8 @@ def _kernel(key: ProgramKey, shape: tuple[int, int], shared: int, *refs: Any) ->
     scalars = [ref[0] for ref in refs[len(leaves) : len(refs) - p - s]]
     inputs = GroupInputs(arrays[p + s :], scalars[:shared], scalars[shared:])
     new = evaluated_blocks(key, operands(key, arrays[:p], arrays[p : p + s], inputs), shape)
+    if not interpret:  # Several threads load a scale. None must store the new one before all have loaded the old one.
+        triton.debug_barrier()
     for ref, leaf, x in zip(refs[len(refs) - p - s :], leaves, new, strict=False):
         _store(ref, leaf, x)
 
