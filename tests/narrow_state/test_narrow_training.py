@@ -170,7 +170,7 @@ def test_what_pallas_compiles_is_known():
     from jax._src.pallas.triton.lowering import triton_lowering_rules
 
     known = {primitive.name for primitive in triton_lowering_rules}
-    assert block_kernel.COMPILED - BY_BLOCK <= known
+    assert known >= block_kernel.COMPILED - BY_BLOCK
 
 
 def test_a_skipped_step_changes_no_bit():
