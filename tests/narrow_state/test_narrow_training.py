@@ -173,6 +173,18 @@ def test_what_pallas_compiles_is_known():
     assert known >= block_kernel.COMPILED - BY_BLOCK
 
 
+def test_unused_elements_of_a_block_are_not_its_largest():
+    """Rows of 65 elements are two blocks of 33. The update makes the unused element, whose gradient is 0, large."""
+    keep = optax.GradientTransformation(
+        lambda params: jax.tree.map(jnp.zeros_like, params),
+        lambda grads, state, params=None: (grads, jax.tree.map(lambda g: jnp.where(g == 0, -1e6, g), grads)),
+    )
+    tx = transformation(2, tx=keep, state=Narrow("int8", block=64))
+    state = tx.create({"w": jnp.ones((64, 65))})
+    state, _ = tx.train_step(lambda params, batch: jnp.sum(params["w"] * batch.sum(0)))(state, np.ones((2, 64, 65)))
+    np.testing.assert_allclose(decoded(tx, state)["w"], 2.0, rtol=2.0**-4)
+
+
 def test_a_skipped_step_changes_no_bit():
     tx = transformation(2, **NARROW["int8"])
     state, step = tx.create(parameters()), tx.train_step(loss, skip_nonfinite=True)
