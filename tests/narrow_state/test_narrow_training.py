@@ -11,7 +11,7 @@ from absent_gpus import aot
 from conftest import mesh_of, shape
 from jax.sharding import Mesh
 
-from zerojax import Narrow, Offload, Precision, Tuning, collectives, estimate, plan, zero_shard
+from zerojax import Narrow, Offload, Precision, Tuning, collectives, estimate, plan, report, zero_shard
 from zerojax.inspect.hlo import read
 from zerojax.inspect.roofline import kernels
 from zerojax.layout.encoding import BY_BLOCK
@@ -239,7 +239,9 @@ def test_increments_below_half_a_step_are_lost_only_by_rounding_to_nearest():
 
 def test_which_leaves_are_encoded_is_chosen_and_said():
     tx = transformation(state=Narrow(where=lambda path, leaf: path.startswith("0/nu") and leaf.ndim > 2))
-    plan = tx.create(parameters()).plan
+    state = tx.create(parameters())
+    plan = state.plan
+    assert "(int8 of float32[2, 100, 67] in blocks of 67)" in str(report(state))
     assert [leaf.path for leaf in plan.state if leaf.encoding] == ["[0].nu['stack']"]
     assert "int8 of float32[2, 100, 67] in blocks of 67 dim 1 over 8" in str(plan)
     assert "[0].mu['odd']  float32[66, 65]" in str(plan)

@@ -186,6 +186,8 @@ def measured(state: Any, tx: Any) -> Report:
         shape = tuple(array.leaf.shape if isinstance(array, Chunked) else x.shape)
         whole = jax.tree_util.keystr(path)
         leaf, note = plan.get(whole, (None, ""))
+        if leaf is not None and leaf.encoding is not None:
+            note = str(leaf.encoding)
         if leaf is not None and (found := misplaced(leaf, x, data)):
             elsewhere[whole] = found
             note = "; ".join(filter(None, (note, found)))
