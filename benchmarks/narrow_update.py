@@ -38,6 +38,7 @@ WAYS: dict[str, Narrow | None] = {
     "bfloat16": Narrow("bfloat16"),
     "int8, compensated": Narrow("int8", masters="compensated"),
     "int8, rounded": Narrow("int8", masters="rounded"),
+    "int8, in chunks": Narrow("int8", block=200),  # no power of two, as the kernel of GPUs needs
 }
 
 

@@ -386,7 +386,7 @@ SMALL = [x * 1e12 for row in list(LAST["adam, regression"].values())[:-1] for x 
 NEAREST = [LAST["adam, regression"]["bfloat16, nearest"][key] * 1e6 for key in ("mean", "range")]
 NARROW_STATE.append(("| regression, Adam |" + " #e-12 (#e-12) |" * 4 + " #e-6 (#e-6) |", SMALL + NEAREST))
 NARROW_UPDATE = read("narrow_update")
-OF_BYTES = ("wide", "bfloat16", "int8", "int8, compensated", "int8, rounded")
+OF_BYTES = ("wide", "bfloat16", "int8", "int8, compensated", "int8, rounded", "int8, in chunks")
 OF_TIME = ("bfloat16", "int8", "float8", "int8, compensated", "int8, rounded")
 for title in ("AdamW", "Lion"):
     sizes, times = (NARROW_UPDATE[key][title.lower()] for key in ("bytes", "seconds"))

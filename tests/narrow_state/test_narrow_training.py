@@ -158,7 +158,11 @@ def test_a_gpu_reads_and_writes_each_array_once(masters):
     tx = zero_shard(optax.adamw(1e-3), stage=3, mesh=mesh_of(1), precision=precision, state=Narrow(masters=masters))
     state = jax.eval_shape(tx.create, {"w": shape(1024, 1024)})
     step = tx.train_step(lambda params, x: jnp.mean((x @ params["w"]).astype(jnp.float32) ** 2))
-    module = read(plan(step, state, shape(8, 1024), topology="h200:8").text)
+    found = plan(step, state, shape(8, 1024), topology="h200:8")
+    kept = sum(found.memory.get(part, 0) for part in ("parameters", "optimizer state", "master weights"))
+    stored = {"float32": 4, "compensated": 2 + 2, "rounded": 2 + 4 / 256}[masters] + 2 * 264 / 256
+    assert kept == pytest.approx(stored * elements / 8, rel=1e-3)
+    module = read(found.text)
     (update,) = [kernel for kernel in kernels(module) if kernel.name.startswith("pallas_call")]
     expected = {"float32": 4 + 4 + 4, "compensated": 4 + 2 * (2 + 2), "rounded": 4 + 2 * (2 + 4 / 256)}[masters]
     assert update.traffic == pytest.approx((expected + 4 * 264 / 256) * elements / 8, rel=1e-3)
