@@ -1,8 +1,8 @@
-"""Describe how a narrow leaf of the optimizer state is encoded: in blocks along its last dim, in one integer array.
+"""Describe an encoded leaf of the optimizer state: one integer array, with blocks along the last dim.
 
-A block consists of the codes of its elements, the scale of the block, and a seed for stochastic rounding. The last dim
-of such a leaf is never sharded and never divided into chunks, so each device has whole blocks, and the same blocks on
-any number of devices.
+A block has a code per element. 8-bit formats also have a scale per block, and stochastic rounding a seed per block. The
+last dim of an encoded leaf is never sharded or divided into chunks, so the blocks do not depend on the number of
+devices. Other mesh axes may divide it between two blocks.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from typing import Literal
 import numpy as np
 
 Format = Literal["int8", "float8", "bfloat16", "seeds"]
-# The primitives that widen, encode and round arrays by blocks. Rows may be computed by any device, and in chunks.
+# The primitives that widen, encode and round arrays block by block. Rows may be sharded, or divided into chunks.
 BY_BLOCK = frozenset({"widen_blocks", "narrow_blocks", "round_blocks"})
-LEAST_DIM = 64  # a leaf is encoded if its last dim, and one of its other dims, have at least this many elements
+LEAST_DIM = 64  # least number of elements of the last dim, and of the largest other dim, of an encoded leaf
 HEADER_WORD = 4  # bytes of a scale, and bytes of a seed
 CODES = {"int8": np.uint8, "float8": np.uint8, "bfloat16": np.uint16, "seeds": np.uint32}
 
 
 def is_encodable(shape: tuple[int, ...], persist_below: int) -> bool:
-    """Return whether the state of a parameter of this logical shape may be encoded. Does not depend on the mesh."""
+    """Return whether the state of a parameter with this logical shape may be encoded. The mesh has no effect on it."""
     return math.prod(shape) >= persist_below and min(shape[-1:], default=0) >= LEAST_DIM <= max(shape[:-1], default=0)
 
 
 @dataclasses.dataclass(frozen=True)
 class Encoding:
-    """The form of a encoded array, and the wide array that it represents.
+    """The format of an encoded array, and the shape and type of the wide array that it represents.
 
     Attributes:
         shape: Logical shape of the wide array.
         dtype: Name of the wide array's type.
-        format: How elements are coded. With `"seeds"`, a block has only a seed, and no elements.
+        format: How elements are coded. With `"seeds"`, a block has a seed and no codes.
         block: Largest number of elements per block.
         rounding: How an element is rounded to its code. With `"nearest"`, blocks have no seeds.
     """
@@ -79,7 +79,7 @@ class Encoding:
 
     @property
     def words(self) -> int:
-        """Return the elements of the encoded array per block: codes, then the scale, then the seed."""
+        """Return the length of a block in the encoded array, which holds the codes, then the scale, then the seed."""
         return self.codes + (self.is_scaled + self.has_seeds) * HEADER_WORD // self.code_dtype.itemsize
 
     @property

@@ -82,7 +82,7 @@ class Leaf:
             of 4 hosts, and gradients over all devices. The parameter is padded so that these parts are equal.
         is_quantised: Whether collectives quantise the leaf.
         unquantised: In a run that quantises some leaves, why collectives do not quantise this leaf. A label.
-        encoding: What a encoded array of the optimizer state represents; None for any other array.
+        encoding: The format of an encoded array of the optimizer state. None for any other array.
     """
 
     path: str = dataclasses.field(compare=False)

@@ -1,7 +1,7 @@
 """Wrap a transformation so that chosen leaves of its state are encoded between updates.
 
-This is a transformation around the user's. The tree of the state stays as it is: a encoded array is where the wide
-array was. So all rules for state (layouts, offload, checkpoints) apply to encoded arrays.
+The wrapper keeps the tree of the state: each encoded array replaces one wide array. So all rules for state (layouts,
+offload, checkpoints) also apply to encoded arrays.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def with_encoded_state(
         wide = tree.unflatten([widen(x, encodings[k]) if k in encodings else x for k, x in enumerate(old)])
         updates, new_state = inner.update(updates, wide, params, **extra)
         new, new_tree = jax.tree.flatten(new_state)
-        if len(new) != len(old):  # the caller refuses this state
+        if len(new) != len(old):  # the caller raises an error: the tree of the state changed
             return updates, new_state
         pairs = enumerate(zip(new, old, strict=True))
         return updates, new_tree.unflatten([narrow(x, y, encodings[k]) if k in encodings else x for k, (x, y) in pairs])
@@ -50,7 +50,7 @@ def with_encoded_state(
 
 
 def encodings_of(config: Config, trained: Layout, state: Any) -> dict[int, Encoding]:
-    """Return the encoding of each leaf to encode, by its index in `state`, which has the shapes of the wide state."""
+    """Map the index in `state` of each leaf to encode to its encoding. `state` has the shapes of the wide state."""
     found, option = jax.tree_util.tree_leaves_with_path(state), config.state
     encodings = {}
     for k, ((path, x), i) in enumerate(zip(found, params_of_state(state, trained), strict=True)):
@@ -66,7 +66,7 @@ def encodings_of(config: Config, trained: Layout, state: Any) -> dict[int, Encod
 
 
 def may_encode(config: Config, leaf: Leaf, encoding: Encoding) -> bool:
-    """Return whether state that mirrors the parameter `leaf` may be encoded. Does not depend on the data axes."""
+    """Return whether state that mirrors the parameter `leaf` may be encoded. The data axes do not affect the result."""
     last = leaf.others[-1] if len(leaf.others) == len(leaf.shape) else None
     parts = config.data.size(entry_axes(last))
     whole = not last or leaf.shape[-1] % (parts * encoding.width) == 0  # other mesh axes must not divide a block

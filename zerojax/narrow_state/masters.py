@@ -1,4 +1,4 @@
-"""Keep master weights in fewer bytes than a wide copy. Both classes have the methods of `master_weights.WideMaster`."""
+"""Keep master weights in fewer bytes than a wide copy. Both forms have the methods of `master_weights.WideMaster`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Compensated:
-    """Keep the rounding error of the bfloat16 parameter in bfloat16, so that their sum has at least 16 bits.
+    """Keep the rounding error of the bfloat16 parameter in bfloat16. Their sum has at least 16 significant bits.
 
     References:
         Zamirai et al. 2020, arXiv 2010.06192, algorithm 1.
@@ -39,14 +39,14 @@ class Compensated:
 
     def current(self, master: Array, param: Array) -> Array:
         weight = param + master.astype(param.dtype)
-        # A program changed the parameter if the error is not that of this parameter.
+        # If the sum does not round to the parameter, a program changed the parameter since the last update.
         return jnp.where(nearest_bfloat16(weight) == param, weight, param)
 
     def kept(self, moved: Array, master: Array) -> tuple[Array, Array]:
         param = nearest_bfloat16(moved)
         rest = moved - param
         error = nearest_bfloat16(rest)
-        # The rounded error may be halfway to the next parameter, to which the sum would round. Then truncate the error.
+        # If the error rounds to half a unit of the parameter, the sum may round to another. Then truncate the error.
         bits = lax.bitcast_convert_type(rest, jnp.uint32) & jnp.uint32(0xFFFF0000)
         same = nearest_bfloat16(param + error) == param
         error = jnp.where(same, error, lax.bitcast_convert_type(bits, jnp.float32))
@@ -55,7 +55,7 @@ class Compensated:
 
 @dataclasses.dataclass(frozen=True)
 class Rounded:
-    """Keep only seeds, with which the bfloat16 parameter is rounded stochastically."""
+    """Round the bfloat16 parameter stochastically, and keep only the seeds for it."""
 
     encoding: Encoding
     is_weight = False
@@ -75,7 +75,7 @@ class Rounded:
 
 
 def narrow_forms(config: Config, trained: Layout, forms: Sequence[Any]) -> list[Any]:
-    """Return `forms`, the `WideMaster` of each parameter or None, with narrow forms for the parameters to encode."""
+    """Replace each `WideMaster` in `forms` by a narrow form, if the parameter's state may be encoded. Leave None."""
 
     def one(form: Any, part: Leaf) -> Any:
         seeds = Encoding(part.shape, str(part.dtype), "seeds", config.state.block, "stochastic")

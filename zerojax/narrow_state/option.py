@@ -19,36 +19,37 @@ MASTERS = ("float32", "compensated", "rounded")
 
 @dataclasses.dataclass(frozen=True)
 class Narrow:
-    """Which types the optimizer state is stored in between updates.
+    """How the optimizer state is stored between updates.
 
-    An update widens the state to its own type, chunk by chunk, and rounds the new state. Only leaves that mirror a
-    parameter are narrow, such as the moments of Adam. A leaf stays wide if its parameter has fewer than
-    `Tuning(persist_below=)` elements, is no matrix, or has fewer than 64 elements in its last dim or in all others.
-    The state is the same, bit for bit, on any number of devices.
+    An update widens the state to the type that it has without this option, and rounds the new state. Only leaves that
+    mirror a parameter are narrow, such as the moments of Adam. A leaf stays wide if its parameter is float64, complex
+    or a vector, has fewer than `Tuning(persist_below=)` elements, or has fewer than 64 elements in its last dim or in
+    each of its other dims. Equal gradients give the same bits of state on any number of devices.
 
     Attributes:
-        format: `"int8"`: 8 bits per element and a scale per block. Elements are multiples of 1/128 of the power of two
-            above the largest. In blocks without negative elements, such as second moments, an element has 5 bits of
-            exponent and 3 of mantissa, and does not become zero. `"float8"`: the same, but elements of blocks with
-            both signs have 4 bits of exponent and 3 of mantissa. `"bfloat16"`: 16 bits per element.
-        block: Largest number of elements per block. Each block takes 8 further bytes, or 4 with `"bfloat16"`.
-        rounding: `"stochastic"`: up or down at random, so that the mean of the rounded values is the value. Each block
-            has a seed, which each update advances. `"nearest"`: small increments are lost.
-        masters: How weights are kept that are wider than the parameters that the loss sees, with
-            `Precision.bf16()`. `"float32"`: as without this option. `"compensated"`: as the bfloat16 parameter plus
-            its rounding error in bfloat16, 4 bytes in all. `"rounded"`: the bfloat16 parameter alone, stochastically
-            rounded, 2 bytes. In the last two cases, stage 3 stores and gathers bfloat16 parameters.
-        where: `where(path, leaf) -> bool` chooses leaves of the state to store narrow. `path` is "/"-separated, such
-            as `"0/mu/dense/kernel"`, and `leaf` is a `jax.ShapeDtypeStruct` of logical shape. None: all that mirror a
-            parameter. Leave out averages of the parameters, which 8 bits would make coarse.
+        format: `"int8"`: 8 bits per element and a scale per block. Elements are rounded to multiples of 1/128 of the
+            power of two above the block's largest magnitude. In blocks without negative elements, such as those of
+            second moments, an element has 5 bits of exponent and 3 of mantissa, and does not become zero.
+            `"float8"`: the same, but in other blocks, elements have a sign, 4 bits of exponent and 3 of mantissa.
+            `"bfloat16"`: 16 bits per element, and no scale.
+        block: Largest number of elements per block. A scale takes 4 bytes per block, and a seed 4.
+        rounding: `"stochastic"`: round up or down at random, so that the expected result is the exact value. Each block
+            has a seed, which every update changes. `"nearest"`: no seeds, but small increments are lost.
+        masters: With `Precision.bf16()`, how master weights are stored. `"float32"`: as without this option.
+            `"compensated"`: as the bfloat16 parameter plus its rounding error in bfloat16, 4 bytes in all.
+            `"rounded"`: as the bfloat16 parameter alone, rounded stochastically, 2 bytes and seeds. In the last two
+            cases, stage 3 stores and gathers bfloat16 parameters.
+        where: `where(path, leaf) -> bool` chooses the leaves of the state to store narrow, not master weights. `path`
+            is "/"-separated, such as `"0/mu/dense/kernel"`, and `leaf` is a `jax.ShapeDtypeStruct` of logical shape.
+            None: all that mirror a parameter. Leave out averages of the parameters, which 8 bits would make coarse.
 
     Raises:
-        TypeError: If `where` is not callable, or `block` is no integer.
-        ValueError: If a word is unknown, or `block` is below 32.
+        TypeError: If `where` is not callable, or `block` is not an int.
+        ValueError: If another field has an unknown value, or `block` is below 32.
 
     References:
-        Dettmers et al. 2021, arXiv 2110.02861: blocks with one scale, and codes for the second moment that span
-        decades. Zamirai et al. 2020, arXiv 2010.06192: bfloat16 weights, compensated or stochastically rounded.
+        Dettmers et al. 2021, arXiv 2110.02861: one scale per block, and codes for second moments that span several
+        orders of magnitude. Zamirai et al. 2020, arXiv 2010.06192: compensated or stochastically rounded bfloat16.
 
     Examples:
         >>> tx = zero_shard(optax.adamw(3e-4), stage=3, state=Narrow("int8"))

@@ -1,13 +1,13 @@
 """Convert between wide arrays and encoded arrays; `layout.encoding` describes the blocks of an encoded array.
 
-Codes of 8 bits are fractions of twice the scale of their block. The scale is the largest power of two that is not above
-the largest magnitude in the block. So a decoded element is exact, and compilers cannot round it in several ways. In a
-block without negative elements, the sign of the scale is set, and a code has 5 bits of exponent and 3 of mantissa. In
-other blocks, a code has a sign and 7 bits: a multiple of 1/128 (`"int8"`), or 4 bits of exponent and 3 of mantissa
-(`"float8"`). An update may divide by second moments, so a nonzero element of a block without negative elements does not
-become zero.
+An 8-bit code is a fraction of twice its block's scale. The scale is the largest power of two that is at most 128/127
+times the largest magnitude in the block. A product with a power of two is exact, so all programs decode to the same
+number. In a block without negative elements, the sign bit of the scale is set, and a code has 5 bits of exponent and 3
+of mantissa. In other blocks, a code has a sign and 7 bits: a multiple of 1/128 (`"int8"`), or 4 bits of exponent and 3
+of mantissa (`"float8"`). An update may divide by second moments. So a nonzero element of a block without negative
+elements does not become zero.
 
-Each conversion is a primitive, because the analyses of an update go through it equation by equation: `BY_BLOCK`.
+Each conversion is a primitive, so that the analyses of an update see one equation with a name in `BY_BLOCK`.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ if TYPE_CHECKING:
 
 SIGN = 0x80
 DROPPED = 20  # bits of a float32's mantissa that a code with 3 bits of mantissa does not have
-HALVED = np.uint32(253 << 23)  # less the exponent's bits of a power of two: those of its inverse, halved
-FIXED = 17  # bits after the point of a number that is rounded to an integer of 7 bits: 24 in all, as float32 has
-STEP = 0x9E3779B9  # what an update adds to a seed: 2^32 over the golden ratio, and odd, so that all seeds occur
-FACTORS = 0x85EBCA6B, 0xC2B2AE35  # of the finalizer of MurmurHash3 (Appleby, public domain)
+HALVED = np.uint32(253 << 23)  # `HALVED - bits` has the bits of 1 / (2 * x), if `bits` are those of a power of two x
+FIXED = 17  # fraction bits of a number before it is rounded to 7 bits: 24 bits in all, as many as a float32 has
+STEP = 0x9E3779B9  # an update adds it to each seed: 2^32 over the golden ratio. It is odd, so that all seeds occur
+FACTORS = 0x85EBCA6B, 0xC2B2AE35  # from the finalizer of MurmurHash3 (Appleby, public domain)
 
 
 class EncodedBlocks(NamedTuple):
-    """An encoded array in parts, each with one row per block."""
+    """The codes, scales and seeds of an encoded array. Each part has one row per block."""
 
-    codes: Any  # shape=(*rows, blocks, width), an unsigned integer. Encodings of seeds have none
+    codes: Any  # shape=(*rows, blocks, width), an unsigned integer. Format "seeds" has none
     scales: Any  # shape=(*rows, blocks, 1), dtype=float32, or None
     seeds: Any  # shape=(*rows, blocks, 1), dtype=uint32, or None
 
 
 def decoded(x: EncodedBlocks, encoding: Encoding) -> Float[Array, "*rows blocks width"]:
-    """Return the elements of blocks, in the type of the wide array."""
+    """Return the decoded elements of blocks, in the type of the wide array."""
     codes, scales, _ = x
     if encoding.format == "bfloat16":
         return lax.bitcast_convert_type(codes.astype(jnp.uint32) << 16, jnp.float32).astype(encoding.dtype)
@@ -58,7 +58,7 @@ def decoded(x: EncodedBlocks, encoding: Encoding) -> Float[Array, "*rows blocks 
 
 
 def encoded(wide: Float[Array, "*rows blocks width"], old: EncodedBlocks, encoding: Encoding) -> EncodedBlocks:
-    """Round and encode elements of blocks. The seeds are those of `old`, advanced by one step."""
+    """Round and encode the elements of blocks. The new seeds are those of `old`, advanced by one step."""
     seeds = None if old.seeds is None else old.seeds + jnp.uint32(STEP)
     if encoding.format == "seeds":
         return EncodedBlocks(old.codes, None, seeds)
@@ -66,17 +66,17 @@ def encoded(wide: Float[Array, "*rows blocks width"], old: EncodedBlocks, encodi
     if encoding.format == "bfloat16":
         return EncodedBlocks((_to_bfloat16(x, noise) >> 16).astype(jnp.uint16), None, seeds)
     most, least = (fn(x, axis=-1, keepdims=True) for fn in (jnp.max, jnp.min))
-    largest, has_sign = jnp.maximum(most, -least), ~(least >= 0)  # has a sign also if there is a NaN
-    # The code of the largest element is at most 127, also if it is rounded up.
+    largest, has_sign = jnp.maximum(most, -least), ~(least >= 0)  # true also if there is a NaN
+    # The factor keeps the code of the largest element at most 127, even if the element is rounded up.
     exponent = lax.bitcast_convert_type(largest * jnp.float32(SIGN / (SIGN - 1)), jnp.uint32) & jnp.uint32(0x7F800000)
     part = jnp.abs(x) * lax.bitcast_convert_type(HALVED - exponent, jnp.float32)
     codes = _to_float_code(part, noise, jnp.where(has_sign, SIGN - 1, 2 * SIGN - 1))
     if encoding.format == "int8":
-        # In integers, because it depends on the program whether a product is rounded before the noise is added.
+        # Use integers: with floats, only some programs would round the product before they add the noise.
         fixed = (part * (SIGN << FIXED)).astype(jnp.uint32) + (noise >> 32 - FIXED)
         codes = jnp.where(has_sign, jnp.minimum(fixed >> FIXED, SIGN - 1).astype(jnp.int32), codes)
     codes = jnp.where(has_sign, jnp.where(x < 0, codes + SIGN, codes), jnp.maximum(codes, part > 0))
-    # What is not finite is not lost: the scale becomes infinite or NaN, and so does the block.
+    # If the largest magnitude is NaN, infinite or too large, the scale becomes NaN or infinite, to show the error.
     scale = jnp.where(exponent < HALVED, lax.bitcast_convert_type(exponent, jnp.float32), largest + jnp.inf)
     return EncodedBlocks(codes.astype(jnp.uint8), jnp.where(has_sign, scale, -scale), seeds)
 
@@ -84,23 +84,23 @@ def encoded(wide: Float[Array, "*rows blocks width"], old: EncodedBlocks, encodi
 def rounded(
     wide: Float[Array, "*rows blocks width"], old: EncodedBlocks, encoding: Encoding
 ) -> Float[Array, "*rows n"]:
-    """Round float32 elements stochastically to numbers that bfloat16 has. The seeds are those of `old`."""
+    """Round float32 elements stochastically to bfloat16 numbers. Use the seeds of `old` unchanged."""
     return lax.bitcast_convert_type(_to_bfloat16(wide, _noise(old.seeds, wide.shape)), jnp.float32)
 
 
 def nearest_bfloat16(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """Round float32 numbers to those of bfloat16. XLA removes a pair of casts, and Pallas has no `reduce_precision`."""
+    """Round float32 numbers to bfloat16. XLA removes a pair of casts, and Pallas lacks `reduce_precision`."""
     bits = lax.bitcast_convert_type(x, jnp.uint32)
     bits = bits + jnp.uint32(0x7FFF) + (bits >> 16 & jnp.uint32(1)) & jnp.uint32(0xFFFF0000)  # ties to even
     return jnp.where(jnp.isfinite(x), lax.bitcast_convert_type(bits, jnp.float32), x)
 
 
 def first_encoded(wide: Array, encoding: Encoding, number: int) -> UInt[Array, "*rows words"]:
-    """Encode a wide array for the first time. `number` is the leaf's, so that seeds of several leaves differ."""
+    """Encode a wide array for the first time. Leaves with different `number` get different seeds."""
     shape = (*encoding.shape[:-1], encoding.blocks, 1)
     seeds = _mixed(lax.iota(jnp.uint32, math.prod(shape)).reshape(shape) + _mixed(jnp.uint32(number + 1)))
-    # Most first states are constants, and XLA would take seconds to fold the codes of a constant. It does not know that
-    # an integer of 32 bits has fewer than 33 bits set, so this sum is no constant.
+    # Most first states are constants, and XLA would take seconds to compute the codes of a constant as it compiles. So
+    # add a zero that XLA does not recognise: a 32-bit integer has fewer than 33 bits set.
     wide = to_rows(to_blocks(wide, encoding) + (lax.population_count(seeds) // 33).astype(wide.dtype), encoding)
     codes = jnp.zeros((*shape[:-1], encoding.codes), encoding.code_dtype)
     scales = jnp.zeros(shape, jnp.float32) if encoding.is_scaled else None
@@ -110,7 +110,7 @@ def first_encoded(wide: Array, encoding: Encoding, number: int) -> UInt[Array, "
 
 
 def recoded(x: Array, source: Encoding | None, target: Encoding | None) -> Array:
-    """Convert an array of logical shape from one encoding to another. None: the array is wide. Seeds begin anew."""
+    """Convert an array of logical shape from one encoding to another, with new seeds. None stands for a wide array."""
     if source is not None and source.format != "seeds":
         x = widen(x, source)
     if target is None:
@@ -119,12 +119,12 @@ def recoded(x: Array, source: Encoding | None, target: Encoding | None) -> Array
 
 
 def _offset(largest: Any) -> Any:
-    """Return the difference between the leading bits of a float32 and its code. The code of 1.0 is `largest`."""
+    """Return the leading bits of a float32, as an integer, minus its code, if the code of 1.0 is `largest`."""
     return (127 << 23 - DROPPED) - largest
 
 
 def _to_float_code(part: Float[Array, "*block"], noise: Any, largest: Array) -> Array:
-    """Round fractions of at most 1 to codes from 0 to `largest`, which is a number per block."""
+    """Round fractions from 0 to 1 to codes from 0 to `largest`, which is one number per block."""
     code = (lax.bitcast_convert_type(part, jnp.uint32) + (noise >> 32 - DROPPED) >> DROPPED).astype(jnp.int32)
     least = lax.bitcast_convert_type(1 + _offset(largest) << DROPPED, jnp.float32)
     uniform = (noise >> 8).astype(jnp.float32) * jnp.float32(2.0**-24)  # from 0 to less than 1, exact in float32
@@ -133,13 +133,13 @@ def _to_float_code(part: Float[Array, "*block"], noise: Any, largest: Array) -> 
 
 
 def _from_float_code(code: Array, largest: int) -> Float[Array, "*block"]:
-    """Return the number from 0 to 2 that a code represents. Twice the fraction is one more in the exponent."""
+    """Return twice the fraction that a code represents. Doubling adds one to the exponent."""
     bits = code.astype(jnp.uint32) + jnp.uint32(_offset(largest) + (1 << 23 - DROPPED)) << DROPPED
     return jnp.where(code == 0, 0, lax.bitcast_convert_type(bits, jnp.float32))
 
 
 def _to_bfloat16(x: Float[Array, "*block"], noise: Any) -> UInt[Array, "*block"]:
-    """Return the bits of float32 numbers that are rounded to bfloat16. Finite numbers stay finite."""
+    """Round float32 numbers to bfloat16 numbers, and return their float32 bits. Finite numbers stay finite."""
     bits = lax.bitcast_convert_type(x, jnp.uint32)
     up = jnp.where((bits & 0x7FFFFFFF) >= 0x7F7F0000, 0, noise >> 16)
     quiet = jnp.where(jnp.isnan(x), jnp.uint32(0x00400000), 0)
@@ -147,7 +147,7 @@ def _to_bfloat16(x: Float[Array, "*block"], noise: Any) -> UInt[Array, "*block"]
 
 
 def _noise(seeds: Array | None, shape: tuple[int, ...]) -> Any:
-    """Return 32 random bits per element of a block. Without seeds, return the bits that round to the nearest code."""
+    """Return 32 random bits per element. Without seeds, return the constant that rounds to the nearest code."""
     if seeds is None:
         return jnp.uint32(1 << 31)
     lanes = lax.broadcasted_iota(jnp.uint32, shape, len(shape) - 1)
@@ -192,7 +192,7 @@ def to_rows(x: Array | EncodedBlocks, encoding: Encoding) -> Array:
 
 
 def _primitive(name: str, last_dim: Callable, dtype: Callable) -> Callable[..., Array]:
-    """Return a rule of `RULES` as a primitive `f(*arrays, encoding)`, for arrays with any number of rows."""
+    """Make a primitive `f(*arrays, encoding)` from a rule in `RULES`. Its arrays may have any number of rows."""
     primitive, rule = Primitive(name), RULES[name]
 
     @primitive.def_abstract_eval

@@ -1,4 +1,4 @@
-"""Lay out a state with encoded leaves: each encoded array is sharded as the wide array that it represents."""
+"""Lay out a state with encoded leaves. Each encoded array is sharded like the wide array that it represents."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +13,7 @@ from zerojax.optim.master_weights import MasterState, master_forms
 
 
 def encoded_leaves(config: Config, trained: Layout, state: Any, leaves: Sequence[Leaf]) -> tuple[Leaf, ...]:
-    """Return the layouts of the stored state. `state` has the shapes of the wide state, and `leaves` its layouts."""
+    """Return the layouts of the encoded state, from the shapes (`state`) and layouts (`leaves`) of the wide state."""
     inner = state.inner if isinstance(state, MasterState) else state
     encodings, start = encodings_of(config, trained, inner), len(jax.tree.leaves(inner))
     changed = {k: encoded_leaf(leaves[k], encoding) for k, encoding in encodings.items()}

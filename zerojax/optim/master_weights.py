@@ -1,7 +1,7 @@
 """Keep master weights, which are wide copies of narrow parameters, in the optimizer's state, and update them.
 
-A transformation around the user's transformation does this. So master weights are ordinary state. The rules for state
-match them to parameters and shard them.
+A transformation wraps the user's transformation to do this. So master weights are ordinary state, and the rules for
+state match them to parameters and shard them.
 
 As in plain optax, an update starts from the parameters. A master weight only adds the bits that its narrow parameter
 cannot hold. Where a program changed the parameter since the last update, the update starts from the parameter.
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Bool, PyTree
 
 
-WITHOUT = optax.MaskedNode()  # in the tree of master weights: a parameter without one
+WITHOUT = optax.MaskedNode()  # stands for a parameter without a master weight, in the tree of master weights
 TWICE_COMPUTED = 16  # two computations of one update may differ by this many roundings, because terms may cancel
 
 
@@ -39,20 +39,20 @@ class MasterState(NamedTuple):
     """The state of an optimizer that keeps master weights."""
 
     inner: PyTree  # the state of the wrapped transformation
-    master: PyTree  # the master weights; `optax.MaskedNode()` for a parameter that is itself stored in the wide type
+    master: PyTree  # what `WideMaster` or another form keeps; `optax.MaskedNode()` for a parameter stored wide
 
 
 @dataclasses.dataclass(frozen=True)
 class WideMaster:
     """Keep a master weight as a copy in the type of the update. `stored` is the parameter's type.
 
-    `Narrow(masters=)` has other classes with these methods. `leaf` converts the layout of a wide weight to that of what
-    is kept, and `first` makes what is kept. `current` returns the weight from which the next update starts. `kept`
-    returns the new parameter, which will be cast, and what is kept. Parameters are given in the type of the update.
+    `Narrow(masters=)` has other forms, which keep other arrays. `leaf` converts the layout of a wide weight to that of
+    the kept array. `first` makes the first kept array. `current` returns the weight from which the next update starts.
+    `kept` returns the new parameter, not yet cast, and the new kept array. Parameters have the type of the update.
     """
 
     stored: Any
-    is_weight = True  # whether the weight itself is kept
+    is_weight = True  # whether the kept array is the weight itself
 
     def leaf(self, leaf: Leaf) -> Leaf:
         return leaf
@@ -68,9 +68,9 @@ class WideMaster:
 
 
 def master_forms(config: Config, trained: Layout, *, encodes: bool = True) -> list[Any]:
-    """Return an object like `WideMaster` for each trained parameter, or None for one without a master weight.
+    """Return the form of each trained parameter's master weight, or None if it has no master weight.
 
-    If `encodes` is false, all of them are a `WideMaster`.
+    If `encodes` is false, every form is a `WideMaster`.
     """
     pairs = zip(trained.params, narrow_leaves(trained), strict=True)
     forms: list[Any] = [WideMaster(leaf.dtype) if on else None for leaf, on in pairs]
@@ -82,7 +82,7 @@ def master_forms(config: Config, trained: Layout, *, encodes: bool = True) -> li
 
 
 def form_of(master: Leaf, param: Leaf) -> Any:
-    """Return the object like `WideMaster` of a parameter, from the layouts of what is kept and of the parameter."""
+    """Return the form of a master weight, given the layouts of the kept array and of the parameter."""
     if master.encoding is None and master.dtype != param.dtype:
         return WideMaster(param.dtype)
     from zerojax.narrow_state.masters import Compensated, Rounded

@@ -1,7 +1,7 @@
 """Update a parameter and its encoded state on a GPU, in one Pallas kernel that reads and writes each array once.
 
-XLA would need at least two kernels, and would write wide arrays between them, because the scale of a block must be
-known before its elements are rounded.
+A block's scale must be known before its elements are rounded. So XLA would compile at least two kernels, and write wide
+arrays to memory between them.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from zerojax.streaming.encoded_chunks import evaluated_blocks
 if TYPE_CHECKING:
     from jaxtyping import Array
 
-ROWS = 8  # blocks per program of the kernel. With blocks of 256, each of 128 threads has 16 elements of each array
+ROWS = 8  # blocks per program of the grid. With blocks of 256, each of its 128 threads has 16 elements of an array
 MOST = 2**31  # the kernel's indices are integers of 32 bits
-# What Pallas compiles with Triton, among the operations of updates. Others are computed in chunks.
+# Primitives of updates that Pallas compiles with Triton. An update that has another one runs in chunks instead.
 COMPILED = BY_BLOCK | frozenset(
     "abs add add_any and bitcast_convert_type broadcast_in_dim clamp cond convert_element_type div eq exp exp2 ge gt "
     "integer_pow is_finite le log log1p logistic lt max min mul ne neg not or pow rsqrt select_n sign sqrt shift_left "
@@ -41,10 +41,10 @@ COMPILED = BY_BLOCK | frozenset(
 
 
 def may_be_kernel(key: ProgramKey, inputs: GroupInputs) -> bool:
-    """Return whether the kernel can update whole arrays. Otherwise they are updated in chunks."""
+    """Return whether the kernel can run this update. If not, it runs in chunks."""
     first = _encoding_of(key)
     return (
-        not (first.unused or first.width & (first.width - 1))  # arrays of Triton have powers of two
+        not (first.unused or first.width & (first.width - 1))  # the lengths of Triton's arrays are powers of two
         and math.prod(key.params[0].local_shape) < MOST
         and all(jnp.shape(x) == () for x in (*inputs.shared, *inputs.consts))
         and names_in(key.equations.jaxpr) <= COMPILED
@@ -56,7 +56,7 @@ def _encoding_of(key: ProgramKey) -> Any:
 
 
 def names_in(jaxpr: Any) -> set[str]:
-    """Return the names of the primitives of a program, and of the bodies of its calls and conditions."""
+    """Return the names of the primitives in a jaxpr, and in the bodies of its calls and conds."""
     found = set()
     for eqn in jaxpr.eqns:
         bodies = [body] if (body := compat.evaluated(eqn)) is not None else eqn.params.get("branches", ())
@@ -68,9 +68,9 @@ def names_in(jaxpr: Any) -> set[str]:
 def updated_in_kernel(
     config: Config, key: ProgramKey, params: Sequence, state: Sequence, inputs: GroupInputs
 ) -> list[Array]:
-    """Update whole arrays in one kernel per device, which overwrites the parameter and the state where it can.
+    """Update whole arrays in one kernel per device, and return the new parameter and the new state.
 
-    The arguments are as in `chunk_programs.update_on_device`. Return the new parameter and the new state.
+    The arguments are as in `chunk_programs.update_on_device`. Arrays whose type does not change are overwritten.
     """
     layouts = [*key.params, *key.state, *key.grads]
     scalars = [jnp.reshape(x, 1) for x in (*inputs.shared, *inputs.consts)]
@@ -88,7 +88,7 @@ def updated_in_kernel(
 
 
 def _call(key: ProgramKey, width: int, shared: int, interpret: bool, *arrays: Array) -> list[Array]:
-    """Run the kernel on a device's shards, and on scalars of shape `[1]`. See `updated_in_kernel`."""
+    """Run the kernel on one device. `arrays` are its shards, `shared` shared scalars, and constants, of shape `[1]`."""
     leaves = [*key.params, *key.state, *key.grads]
     written = leaves[: len(key.params) + len(key.state)]
     count = arrays[0].size // width
@@ -112,7 +112,7 @@ def _call(key: ProgramKey, width: int, shared: int, interpret: bool, *arrays: Ar
 
 
 def _kernel(key: ProgramKey, shape: tuple[int, int], shared: int, interpret: bool, *refs: Any) -> None:
-    """Update `shape[0]` blocks."""
+    """Update `shape[0]` blocks of `shape[1]` elements. `refs` has the inputs of `_call`, then the results."""
     p, s = len(key.params), len(key.state)
     leaves = [*key.params, *key.state, *key.grads]
     arrays = [_loaded(ref, leaf) for ref, leaf in zip(refs, leaves, strict=False)]

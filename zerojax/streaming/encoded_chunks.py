@@ -1,8 +1,8 @@
-"""Evaluate the update of a parameter and of its encoded state on arrays that are divided into the encoding's blocks.
+"""Update a parameter and its encoded state on arrays of shape `[*rows, blocks, width]`.
 
-The equations are elementwise but for the conversions, which work within blocks, so they are evaluated on arrays of
-shape `[*rows, blocks, width]`. If each conversion returned an array `[*rows, n]`, XLA:CPU would compute every element's
-block with divisions, and vectorise nothing.
+The conversions work within blocks, and all other equations of such an update are elementwise. So all of them can run in
+the shape of the blocks. With arrays of shape `[*rows, n]` in between, XLA:CPU would find the block of every element by
+division, and vectorise nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def updated_blocks(key: Any, values: Sequence[Array], shape: tuple[int, ...]) -> list[Array]:
-    """Evaluate the equations of a chunk of this shape, and return the new parameter and the new state.
+    """Evaluate the update of a chunk of the wide shape `shape`, and return the new parameter and the new state.
 
     `key` is a `chunk_programs.ProgramKey`, and `values` are its `operands`.
     """
@@ -41,14 +41,14 @@ def updated_blocks(key: Any, values: Sequence[Array], shape: tuple[int, ...]) ->
 
 
 def evaluated_blocks(key: Any, values: list, shape: tuple[int, ...]) -> list:
-    """Evaluate the equations on wide blocks of this shape, and on `EncodedBlocks`."""
+    """Evaluate the update. `values` are wide blocks of this shape, `EncodedBlocks` and scalars."""
 
     def rule(eqn: Any, operands: Sequence) -> list | None:
         if eqn.primitive.name not in RULES:
             return None
         of = eqn.params["encoding"]
         *wide, old = operands
-        if of.unused:  # may be anything after an update, and must not be the largest element of a block
+        if of.unused:  # an update may change the unused elements; make them zero, so that they do not set the scale
             wide = [to_blocks(to_rows(x, of), of) for x in wide]
         return [RULES[eqn.primitive.name](*wide, old, of)]
 

@@ -1,7 +1,7 @@
-"""Update encoded state that stays on the device, so that at most one chunk is wide at a time.
+"""Update encoded state that stays on the device, so that only one chunk is wide at a time.
 
-On GPUs, one kernel updates a parameter and its state where possible; see `block_kernel`. Otherwise a loop over chunks
-does, with the groups and the chunks of the streamed update. Both are a part of the step's program.
+On GPUs, one kernel updates a parameter and its state if it can; see `block_kernel`. Otherwise, a loop in the step's
+program updates the chunks of a streamed update. A group that cannot be divided into chunks is widened whole.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
 
 def runs_kernels(mesh: Mesh) -> bool:
-    """Return whether Pallas compiles kernels for the devices with Triton: NVIDIA's GPUs since Ampere.
+    """Return whether Pallas can compile for these devices with Triton. They must be NVIDIA's GPUs, Ampere or later.
 
-    A later version of JAX will not have Triton any more.
+    A later version of JAX will remove Triton. The result is then False.
     """
     device = mesh.devices.flat[0]
     version = str(getattr(device, "compute_capability", "")).partition(".")[0]
@@ -42,7 +42,7 @@ def runs_kernels(mesh: Mesh) -> bool:
 def update_in_chunks(
     config: Config, plan: ShardingPlan, grads: Sequence, state: Sequence, params: Sequence, value: Array
 ) -> ResidentResults:
-    """Run a whole update. The arguments are those of `resident_update`, and no state is offloaded."""
+    """Run a whole update without offloaded state. The arguments are those of `resident_update`."""
     partition = plan.analysis(config).partition
     of_groups = {k for group in partition.groups for k in group.state}
     first = [None if k in of_groups else x for k, x in enumerate(state)]
@@ -70,7 +70,7 @@ def updated_group(
     resident: list,
     inputs: GroupInputs,
 ) -> tuple[list, list, list]:
-    """Return the new `(params, state, resident)` of a group. Chunks of equal length are updated in one loop."""
+    """Update a group in one kernel, or in a loop over its chunks. Return the new `(params, state, resident)`."""
     chunking, key = group.chunking, ProgramKey.of(plan, group, 0)
     if chunking is not None and runs_kernels(config.mesh):
         from zerojax.streaming.block_kernel import may_be_kernel, updated_in_kernel
@@ -88,8 +88,8 @@ def updated_group(
         chunks = [
             slice_chunk(config.mesh, x, start, of, chunking.dim, length) for x, of in zip(state, layouts, strict=True)
         ]
-        # Several kernels read a chunk. If they sliced it out of the array themselves, XLA would copy the whole array
-        # before it writes the new chunk.
+        # Several kernels read a chunk. Without the barrier, each would slice it out of the array, and XLA would copy
+        # the whole array before it writes the new chunk.
         chunks = lax.optimization_barrier(chunks)
         params, new, _ = update_on_device(config, key, params, chunks, [], inputs, start)
         trios = zip(state, new, layouts, strict=True)
