@@ -251,6 +251,12 @@ def test_which_leaves_are_encoded_is_chosen_and_said():
     assert "[0].mu['odd']  float32[66, 65]" in str(plan)
 
 
+def test_state_in_float64_stays_wide():
+    with jax.enable_x64(True):
+        plan = transformation(**NARROW["int8"]).create({"w": np.ones((64, 64))}).plan
+    assert {str(leaf.dtype) for leaf in plan.state} == {"int32", "float64"}
+
+
 @pytest.mark.parametrize(
     ("make", "error", "says"),
     [
