@@ -16,7 +16,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import zerojax
-from zerojax import Offload, Precision, Tuning, zero_shard
+from zerojax import Narrow, Offload, Precision, Tuning, zero_shard
 from zerojax.checkpoint import export, import_params
 from zerojax.data import shard_batches
 from zerojax.metrics import Mean, PerRow, Sum
@@ -30,6 +30,7 @@ TX = ZERO(stage=3)
 GLOBAL, DEVICE = ZERO(stage=3, view="global"), ZERO(stage=3, view="device")
 HOST = ZERO(stage=3, offload=Offload(optimizer="host", update="device"))
 EXPLICIT = ZERO(stage=3, mesh=mesh_of(8, kind=AxisType.Explicit))
+NARROW, THREE = ZERO(stage=3, state=Narrow("int8")), ZERO(stage=3, mesh=mesh_of(3))
 MASTERS = ZERO(stage=1, precision=Precision.bf16())
 GRID = functools.partial(ZERO, stage=3, mesh=mesh_of(4, 2, names=("data", "seq")))
 TILED = GRID(axis="data", batch_spec=P("data", "seq"))
@@ -243,6 +244,16 @@ OF_STEPS = {
     "no state": (lambda: TX.train_step(loss)(PARAMS, X), r"not dict.*tx\.create\(params\)", step),
     "shapes": (lambda: TX.train_step(loss)(TX.create(SHAPES), X), "`lower` and `trace` of the step take shapes", step),
     "other stage": (lambda: step(made=ZERO(stage=1)), r"Make it with this transformation's create\(params\)", step),
+    "other mesh": (
+        lambda: TX.train_step(loss)(THREE.create(PARAMS), X),
+        r"on 3 devices .* on 8 devices .* move a live state with reshard\(state, to=tx\)",
+        lambda: TX.train_step(loss)(THREE.reshard(THREE.create(PARAMS), to=TX), X),
+    ),
+    "narrow": (
+        lambda: step(made=NARROW),
+        r"persist_below=1, state=Narrow\(\.\.\.\)\), and .* \(persist_below=1\)",
+        lambda: step(made=NARROW, tx=NARROW),
+    ),
     "no mutable": (lambda: with_state(None), r"tx\.create\(params, mutable=", lambda: with_state(X)),
     "mutable": (
         lambda: step(mutable=X),

@@ -73,7 +73,8 @@ def check_plan(config: Config, plan: ShardingPlan, params: PyTree) -> None:
         made = plan.layout.policy
         raise ValueError(
             f"The state was made for {policy_in_words(made)}, and the step is for {policy_in_words(policy)}. "
-            f"Make it with this transformation's create(params)."
+            f"Make it with this transformation's create(params), or move a live state with reshard(state, to=tx) of "
+            f"the transformation that made it."
         )
     found, structure = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_padded)
     if structure != plan.layout.treedef:
@@ -112,11 +113,12 @@ def check_plan(config: Config, plan: ShardingPlan, params: PyTree) -> None:
 
 def policy_in_words(policy: LayoutPolicy) -> str:
     """Describe a layout policy for an error message."""
-    host = ", parameters on the host" * policy.params_on_host
+    further = ", parameters in the compute type" * (policy.stage == 3 and policy.stores_compute_dtype)
+    further += ", parameters on the host" * policy.params_on_host + ", state=Narrow(...)" * policy.encodes_state
     data = policy.data
     return (
         f"stage {policy.stage} on {data.workers} devices over {data.in_words()} of a mesh {dict(data.sizes)} "
-        f"(persist_below={policy.persist_below}{host})"
+        f"(persist_below={policy.persist_below}{further})"
     )
 
 

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 
 from zerojax.comm.mesh import owned, replicated, to_explicit
 from zerojax.config import Config
-from zerojax.layout.leaf import is_chunked
+from zerojax.layout.leaf import is_chunked, shapes_of_chunked
+from zerojax.optim.mismatch import check_plan
 from zerojax.placement.problems import problem_of
 from zerojax.placement.storage import is_placed, to_device
 from zerojax.train.state import ZeroState
@@ -39,8 +40,9 @@ def placed_again(config: Config, state: ZeroState) -> ZeroState:
     """Move a state back to the mesh, after the caller moved all arrays or only `state.step` to NumPy or other devices.
 
     Raises:
-        ValueError: If the leaves are shapes, or an earlier step donated them. Also if the caller moved a state with
-            offloaded leaves, because only `create` and `restore` can place offloaded chunks.
+        ValueError: If the leaves are shapes, or an earlier step donated them. Also if the state was made for another
+            mesh, or if the caller moved a state with offloaded leaves, because only `create` and `restore` can place
+            offloaded chunks.
     """
     count = state.step
     if isinstance(count, jax.ShapeDtypeStruct):
@@ -53,6 +55,7 @@ def placed_again(config: Config, state: ZeroState) -> ZeroState:
     arrays = jax.tree.leaves((state.params, state.opt_state))
     if all(is_placed(config.mesh, x) for x in arrays):  # the caller set only the count
         return dataclasses.replace(state, step=jax.device_put(jnp.asarray(count, jnp.int32), replicated(config.mesh)))
+    check_plan(config, state.plan, shapes_of_chunked(state.params))  # JAX's error would not say what differs
     if state.plan.offloaded:
         found = f"on {count.sharding}" if isinstance(count, jax.Array) else f"a {type(count).__name__}"
         raise ValueError(
