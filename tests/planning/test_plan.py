@@ -232,6 +232,10 @@ VERDICTS = {
         {"memory": {"optimizer state": 103 * 10**9}},
         'does not fit: 103 GB of 81 GB per GPU. Use Offload(optimizer="host") or more GPUs',
     ),
+    "activations, and a state that is too large": (
+        {"memory": {"optimizer state": 82 * 10**9, "temporary": 98 * 10**9}},
+        'does not fit: 180 GB of 81 GB per GPU. Use Offload(optimizer="host") or more GPUs',
+    ),
     "function": (
         {"memory": LARGE, "stage": None},
         "does not fit: 103 GB of 81 GB per GPU. Use jax.checkpoint or fewer rows or more GPUs",

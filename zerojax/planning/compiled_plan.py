@@ -172,17 +172,18 @@ class Plan:
         return "; ".join(parts)
 
     def _remedies(self) -> str:
-        """Return what reduces the largest part of the memory, the cheapest remedy first."""
+        """Return what reduces the largest part of the memory, or of a too large state, the cheapest first."""
         if self.stage is None:
             return "jax.checkpoint or fewer rows or more GPUs"
         state, found = sum(self.memory.get(part, 0) for part in STATE_PARTS.values()), list[str]()
-        if 2 * state <= self.peak:
+        needs_less_state = 2 * state > self.peak or state > self.usable  # in the second case, no batch is small enough
+        if not needs_less_state:
             if not self.blocks or any(block.share < 1 for block in self.blocks):
                 found.append("zerojax.block around each layer and " * (not self.blocks) + 'train_step(memory="auto")')
             found.append("accumulate=")
         if self.stage < 3:
             found.append("stage 3")
-        if 2 * state > self.peak and not (self.host or self.disk):
+        if needs_less_state and not (self.host or self.disk):
             found.append('Offload(optimizer="host")')
         return " or ".join([*found, "more GPUs"])
 
