@@ -163,7 +163,7 @@ def test_trees_whose_layout_is_not_known_are_refused(tmp_path):
     donated = tx.shard(PARAMS)
     jax.tree.map(lambda x: x.delete(), donated)
     for tree, given, error, named in (
-        (pair, None, TypeError, r"a tuple needs the transformation.*Checkpointer\(..., tx=tx\)"),
+        (pair, None, TypeError, r"A tuple does not name it.*Checkpointer\(..., tx=tx\)"),
         (pair, other, ValueError, "no parameters with an optimizer state of this transformation"),
         ((PARAMS, pair[1]), tx, ValueError, r"0/v is stored with shape \(11, 5\), and the plan has \(16, 5\)"),
         ((*pair, params), tx, ValueError, "Several parts.*: 0 with 1, 2 with 1"),

@@ -89,7 +89,7 @@ CASES = {
     ),
     "no step": (
         lambda state, saved, new: reading(saved).restore(state, step=9),
-        "no checkpoint of step 9.*there are those of steps 0, 3",
+        "no checkpoint of step 9.*it has the steps 0, 3",
         lambda state, saved, new: reading(saved).restore(state, step=3),
     ),
     "other data": (
@@ -101,7 +101,7 @@ CASES = {
     ),
     "other optimizer": (
         lambda state, saved, new: reading(saved).restore(ADAM.create(PARAMS)),
-        'Make the state given as like= as the saved one was made. Or .*partial="params" to begin a new run',
+        'Give a state of the saved model, optimizer and precision. Or .*partial="params" to begin a new run',
         lambda state, saved, new: (
             reading(saved).restore(TX.create(SHAPES)),
             reading(saved).restore(ADAM.create(PARAMS), partial="params"),

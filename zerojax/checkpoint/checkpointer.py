@@ -120,7 +120,7 @@ class Checkpointer:
             folders.clean(self.directory)
         except (OSError, DiskError) as error:
             # A `DiskError` means that another run has the lock.
-            remedy = " Checkpointer(..., read_only=True) restores beside it." * isinstance(error, DiskError)
+            remedy = " Checkpointer(..., read_only=True) restores while it is in use." * isinstance(error, DiskError)
             raise CheckpointError(f"Checkpoints cannot be written to {self.directory}: {error}{remedy}") from error
 
     def save(

@@ -73,9 +73,9 @@ def config_of(tree: PyTree, tx: Any) -> Config:
     if len(configs) == 1:
         return next(iter(configs.values()))
     raise TypeError(
-        f"A checkpoint of a {type(tree).__name__} needs the transformation that placed its arrays, because those of an "
-        f"optimizer state do not say how they are padded, and {len(configs) or 'no'} nodes of the tree have one as "
-        f".tx. Give one: Checkpointer(..., tx=tx)."
+        f"A checkpoint needs the transformation that placed the arrays, because an array of an optimizer state does "
+        f"not say how it is padded. A {type(tree).__name__} does not name it: {len(configs) or 'no'} nodes of the tree "
+        f"have a .tx. Give the state of tx.create(params) or, for the tree of your own loop, Checkpointer(..., tx=tx)."
     )
 
 

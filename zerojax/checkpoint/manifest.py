@@ -249,7 +249,7 @@ def existing_step(root: Path, step: int | None, steps: Sequence[int]) -> int:
     chosen = max(steps, default=None) if step is None else step_number(step)
     if chosen is None or chosen not in steps:
         of = "" if step is None else f" of step {step}"
-        others = f"; there are those of steps {', '.join(map(str, steps))}" if steps else ""
+        others = f"; it has the steps {', '.join(map(str, steps))}" if steps else ""
         raise CheckpointError(f"There is no checkpoint{of} in {root}{others}.")
     return chosen
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("zerojax.checkpoint")
 REMEDY = (
-    "Make the state given as like= as the saved one was made. Or pass partial=True to restore what matches, or "
+    "Give a state of the saved model, optimizer and precision. Or pass partial=True to restore what matches, or "
     'partial="params" to begin a new run with the weights that match.'
 )
 NAMED = 5

@@ -92,7 +92,7 @@ def unknown_option(function: str, name: str, value: Any) -> TypeError:
         return TypeError(
             f"{function}() has no option {name!r}, which is a field of Tuning. Give tuning=Tuning({name}={value!r})."
         )
-    return TypeError(f"{function}() got an unexpected keyword argument {name!r}.")
+    return TypeError(f"{function}() got an unexpected keyword argument {name!r}. help({function}) lists its options.")
 
 
 def options_of_mesh(config: Config) -> Mapping[str, Any]:
