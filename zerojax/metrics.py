@@ -6,12 +6,10 @@ In global view without microbatches, the loss is called only once, and its aux i
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
-
-if TYPE_CHECKING:
-    from jaxtyping import PyTree
+from jaxtyping import PyTree
 
 __all__ = ["Mean", "PerRow", "Replicated", "Sum"]
 

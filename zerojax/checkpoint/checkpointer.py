@@ -10,7 +10,9 @@ import warnings
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
+
+from jaxtyping import PyTree
 
 from zerojax.checkpoint import directory as folders
 from zerojax.checkpoint.best import BestFn, best_and_unread, check_metrics, copied_metrics
@@ -26,9 +28,6 @@ from zerojax.config import check_count, check_word
 from zerojax.offload.folder import DiskError, Lock, lock
 from zerojax.placement.problems import problem_of
 from zerojax.train.same_run import require_same
-
-if TYPE_CHECKING:
-    from jaxtyping import PyTree
 
 log = logging.getLogger("zerojax.checkpoint")
 

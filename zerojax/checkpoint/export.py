@@ -13,12 +13,13 @@ import secrets
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, PyTree, Shaped
 
 from zerojax.checkpoint import arrays
 from zerojax.checkpoint.directory import step_name, steps_in
@@ -35,9 +36,6 @@ from zerojax.placement.problems import problem_of
 from zerojax.placement.storage import in_logical_shape, to_device
 from zerojax.train.state import ZeroState
 from zerojax.units import parse_bytes
-
-if TYPE_CHECKING:
-    from jaxtyping import Array, PyTree, Shaped
 
 FILE_BYTES = 5_000_000_000
 OF_OTHER_TYPES = "Leave it out, or give jax.random.key_data of a PRNG key, and a cast of other types."

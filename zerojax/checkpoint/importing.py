@@ -7,11 +7,12 @@ import itertools
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PyTree
 
 from zerojax.checkpoint.checkpointer import Checkpointer
 from zerojax.checkpoint.mapping import Names, Resolved, Section, listed, resolve
@@ -23,9 +24,6 @@ from zerojax.layout.padded import Padded
 from zerojax.offload.chunked import assembled, filled, parts_of
 from zerojax.staged.model_files import files_of
 from zerojax.train.state import ZeroState
-
-if TYPE_CHECKING:
-    from jaxtyping import PyTree
 
 BLOCK_BYTES = 1 << 20
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
+from jaxtyping import PyTree
 
 from zerojax.checkpoint.arrays import is_key
 from zerojax.checkpoint.state_leaves import leaf_name
@@ -23,9 +24,6 @@ from zerojax.optim.sharding_plan import state_shapes
 from zerojax.placement.problems import problem_of
 from zerojax.placement.storage import are_shapes, place_replicated
 from zerojax.train.state import ZeroState
-
-if TYPE_CHECKING:
-    from jaxtyping import PyTree
 
 
 def as_state(tree: PyTree, tx: Any) -> tuple[ZeroState, Callable[[ZeroState], PyTree]]:

@@ -12,11 +12,12 @@ import logging
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
+from jaxtyping import PyTree
 
 from zerojax.checkpoint import arrays, data_state
 from zerojax.checkpoint.directory import step_name
@@ -32,9 +33,6 @@ from zerojax.optim.description import Description, description_of
 from zerojax.optim.sharding_plan import ShardingPlan
 from zerojax.placement.storage import are_shapes
 from zerojax.train.state import ZeroState
-
-if TYPE_CHECKING:
-    from jaxtyping import PyTree
 
 log = logging.getLogger("zerojax.checkpoint")
 REMEDY = (

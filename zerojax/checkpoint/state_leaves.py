@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 from jax.sharding import Sharding
+from jaxtyping import PyTree
 
 from zerojax.comm.mesh import in_storage_shape
 from zerojax.config import path_of
@@ -21,10 +22,6 @@ from zerojax.optim.logical_state import current_masters, split_masters
 from zerojax.optim.master_weights import MasterState, form_of
 from zerojax.placement.storage import in_logical_shape, leaves_of, to_device
 from zerojax.train.state import ZeroState
-
-if TYPE_CHECKING:
-    from jaxtyping import PyTree
-
 
 ROUNDING = "rounding"  # the field of seeds of parameters, which only `Narrow(masters="rounded")` has
 

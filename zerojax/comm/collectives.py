@@ -12,13 +12,14 @@ import functools
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, PyTree, Shaped
 
 from zerojax import compat, jaxprs, names
 from zerojax.comm import partial_sums
@@ -27,9 +28,6 @@ from zerojax.comm.mesh import mapped, to_storage
 from zerojax.config.data_mesh import axes_of, dim_spec, spec_entry
 from zerojax.dims import Follower, RowDims
 from zerojax.layout.leaf import Leaf, pad, replace_items
-
-if TYPE_CHECKING:
-    from jaxtyping import Array, PyTree, Shaped
 
 # Matches the name scope of a collective in an operation's name. The groups are the collective's kind and leaves.
 LABEL = re.compile(r"zerojax_(gather|reduce_scatter|all_reduce)\[(.*?)\][/)]")

@@ -7,16 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 from jax import lax
+from jaxtyping import Array, PyTree
 
 from zerojax.comm.collectives import Collectives
 from zerojax.comm.manual import ManualCollectives
 from zerojax.layout.leaf import Leaf, pad
-
-if TYPE_CHECKING:
-    from jaxtyping import Array, PyTree
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jaxtyping import Array, Shaped
 
 from zerojax import names
 from zerojax.comm.mesh import in_storage_shape
@@ -26,8 +27,6 @@ from zerojax.config.data_mesh import axes_of
 from zerojax.layout.leaf import Leaf, pad, replace_items, trim
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Shaped
-
     from zerojax.comm.quantised import Codec
     from zerojax.config.wire import Wire
 

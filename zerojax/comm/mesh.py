@@ -16,7 +16,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.core
@@ -24,15 +24,13 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import PyTree
 
 from zerojax import compat, jaxprs
 from zerojax.config import DataMesh, with_auto_axes
 from zerojax.config.data_mesh import axes_of, entry_axes, in_words, spec_entry
 from zerojax.layout.leaf import Leaf, pad, replace_items
 from zerojax.primitives import MAPPED
-
-if TYPE_CHECKING:
-    from jaxtyping import PyTree
 
 # The mesh of absent GPUs for which `zerojax.plan` traces a jitted function, or None. JAX traces again for each value.
 # Made early, when `zero_shard` is imported: after JAX makes a context, it compiles all earlier functions once more.

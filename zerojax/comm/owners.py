@@ -12,20 +12,17 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Shaped
 
 from zerojax.comm.mesh import in_storage_shape, mapped
 from zerojax.config.data_mesh import dim_spec, spec_entry
 from zerojax.layout.leaf import Leaf, trim
-
-if TYPE_CHECKING:
-    from jaxtyping import Array, Shaped
 
 OWNER, WITHIN = "zerojax_owner", "zerojax_within"
 EXCHANGE = "zerojax_all_to_all["  # in the name of each operation that sends matrices to their owners, or back

@@ -12,17 +12,15 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Float, Shaped, UInt8
 
 from zerojax.comm.gloo import psum_scatter
 from zerojax.config.wire import FORMATS, SCALE_BYTES, Wire
 from zerojax.layout.leaf import Leaf, pad
-
-if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Shaped, UInt8
 
 INTEGER_LIMITS = {"int4": 7, "int8": 127}
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.core
@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, PyTree
 
 from zerojax import compat, jaxprs
 from zerojax.comm import rebinding
@@ -28,9 +29,6 @@ from zerojax.config import Config, with_auto_axes
 from zerojax.config.data_mesh import axes_of, entry_axes, is_spec, spec_entry
 from zerojax.jaxprs import ARRAYS, split_arrays
 from zerojax.layout.tree import Layout
-
-if TYPE_CHECKING:
-    from jaxtyping import Array, PyTree
 
 # Operations that change how a value is sharded, and nothing else.
 _SHARDINGS = ("out_sharding", "sharding")

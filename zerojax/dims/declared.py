@@ -1,16 +1,14 @@
 """Define `rows`, with which a loss declares which dim of a value holds the rows of the batch."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
+from jaxtyping import Array, PyTree
 
 from zerojax.primitives import ROWS
-
-if TYPE_CHECKING:
-    from jaxtyping import Array, PyTree
 
 
 def rows(x: "PyTree[Array]", dim: int = 0) -> "PyTree[Array]":

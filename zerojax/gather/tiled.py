@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, PyTree, Shaped
 
 from zerojax import names
 from zerojax.compat import common_dtype
 from zerojax.config import check_count
-
-if TYPE_CHECKING:
-    from jaxtyping import Array, PyTree, Shaped
 
 
 def block(fn: Callable) -> Callable:

@@ -21,12 +21,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
+from jaxtyping import Array, PyTree, Shaped
 
 from zerojax.config.data_mesh import entry_axes, spec_entry
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, PyTree, Shaped
-
     from zerojax.layout.encoding import Encoding
 
 # The part of a path, or the name of a class, that marks a leaf which takes its gradient as its new value.

@@ -11,17 +11,15 @@ import functools
 import importlib
 import math
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, PyTree, Shaped
 
 from zerojax.config.chosen import LeafMask
 from zerojax.layout.leaf import PaddedNode, is_padded, trim
-
-if TYPE_CHECKING:
-    from jaxtyping import Array, PyTree, Shaped
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["storage"], meta_fields=["shape", "dim", "extent"])

@@ -9,21 +9,19 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jaxtyping import Array, Int, Shaped
 
 from zerojax.comm.mesh import mapped, replicated
 from zerojax.config import Config
 from zerojax.layout.leaf import ChunkedNode, Leaf, replace_at
 from zerojax.offload.host import host_sharding, to_memory
 from zerojax.placement.storage import leaf_sharding
-
-if TYPE_CHECKING:
-    from jaxtyping import Array, Int, Shaped
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,20 +11,18 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.core
 import numpy as np
 from jax.sharding import SingleDeviceSharding
+from jaxtyping import Array, Int
 
 from zerojax.offload import folder
 from zerojax.offload.chunked import ChunkedLayout, host_shards, parts_of
 from zerojax.offload.disk import ChunkSpec, DiskStore, buffer_bytes
 from zerojax.offload.folder import DiskError
-
-if TYPE_CHECKING:
-    from jaxtyping import Array, Int
 
 
 class StateFiles:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.core
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array
 
 from zerojax import compat, jaxprs
 from zerojax.comm.mesh import to_storage
@@ -33,9 +34,6 @@ from zerojax.optim.traced import (
 )
 from zerojax.optim.wrapped import FlatUpdate, TransformationError
 from zerojax.placement.storage import to_device, unpadded
-
-if TYPE_CHECKING:
-    from jaxtyping import Array
 
 
 def update_by_owners(

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
+from jaxtyping import PyTree
 
 from zerojax.config import Config, path_of
 from zerojax.layout.leaf import is_padded
 from zerojax.optim.sharding_plan import ShardingPlan, state_shapes
-
-if TYPE_CHECKING:
-    from jaxtyping import PyTree
 
 NAMED = 5
 

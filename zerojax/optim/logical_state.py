@@ -14,12 +14,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.core
 import jax.numpy as jnp
 from jax.sharding import Mesh
+from jaxtyping import Array, PyTree
 
 from zerojax.comm.mesh import auto_context, mesh_of, on_auto_mesh, replicated, to_storage, wait_if_simulated
 from zerojax.config import Config
@@ -32,9 +33,6 @@ from zerojax.optim.sharding_plan import ShardingPlan, make_plan, plan_of_layout
 from zerojax.optim.update import check_state, unshard_after_update
 from zerojax.placement.problems import tree_difference
 from zerojax.placement.storage import in_logical_shape, in_storage, leaves_of, sharding_tree, storage_leaves, to_device
-
-if TYPE_CHECKING:
-    from jaxtyping import Array, PyTree
 
 
 def is_opt_state(tree: PyTree) -> bool:

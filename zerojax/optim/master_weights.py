@@ -16,20 +16,17 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from jaxtyping import Array, Bool, PyTree
 
 from zerojax.config import Config
 from zerojax.layout.leaf import Leaf
 from zerojax.layout.tree import Layout
-
-if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, PyTree
-
 
 WITHOUT = optax.MaskedNode()  # stands for a parameter without a master weight, in the tree of master weights
 TWICE_COMPUTED = 16  # two computations of one update may differ by this many roundings, because terms may cancel

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, PyTree
 
 from zerojax import compat
 from zerojax.compat import common_dtype
@@ -17,9 +17,6 @@ from zerojax.optim.sharding_plan import ShardingPlan
 from zerojax.optim.wrapped import wrapped_tx
 from zerojax.placement.problems import tree_difference
 from zerojax.placement.storage import shapes
-
-if TYPE_CHECKING:
-    from jaxtyping import Array, PyTree
 
 
 def check_leaves_of_state(plan: ShardingPlan, state: PyTree, *, may_be_wider: bool) -> None:

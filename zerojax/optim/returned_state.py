@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING
 
 import jax
+from jaxtyping import PyTree
 
 from zerojax.config import Config
 from zerojax.config.data_mesh import axes_of
@@ -19,9 +19,6 @@ from zerojax.layout.annotations import metadata_of, overwritten_leaves
 from zerojax.layout.leaf import Leaf, is_chunked
 from zerojax.optim.sharding_plan import ShardingPlan, state_shapes, state_shardings
 from zerojax.placement.storage import leaf_sharding, shapes
-
-if TYPE_CHECKING:
-    from jaxtyping import PyTree
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["state"], meta_fields=["others", "overwritten"])

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import optax
+from jaxtyping import PyTree
 
 from zerojax import compat
 from zerojax.comm.mesh import auto_context
@@ -23,8 +24,6 @@ from zerojax.optim.wrapped import NO_MESH, FlatUpdate, TransformationError, Upda
 from zerojax.placement.storage import leaf_sharding, shapes
 
 if TYPE_CHECKING:
-    from jaxtyping import PyTree
-
     from zerojax.offload.chunked import Chunking
     from zerojax.optim.partition import PlannedUpdate
 

@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, PyTree, Shaped
 
 from zerojax import names
 from zerojax.comm.collectives import UPDATE
@@ -27,9 +28,6 @@ from zerojax.layout.leaf import Leaf, is_padded, replace_items
 from zerojax.optim.sharding_plan import ShardingPlan, state_shardings
 from zerojax.optim.wrapped import new_params, wrapped_tx
 from zerojax.placement.storage import cast, gather, is_on_host, leaves_of, logical_array, to_device, unpadded
-
-if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, PyTree, Shaped
 
 
 def init_state(config: Config, plan: ShardingPlan, stored: Sequence[Shaped[Array, "*storage"]]) -> PyTree:

@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import optax
+from jaxtyping import PyTree
 
 from zerojax.config import Config
 from zerojax.layout.leaf import Leaf
 from zerojax.layout.tree import Layout
 from zerojax.placement.problems import tree_difference
 from zerojax.placement.storage import cast
-
-if TYPE_CHECKING:
-    from jaxtyping import PyTree
 
 NOTE = (
     "The transformation that zero_shard wraps was called with gradients in the tree of its trained parameters. If it "

@@ -5,18 +5,16 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.core
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import PyTree
 
 from zerojax.config.data_mesh import entry_axes, in_words
 from zerojax.layout.leaf import Leaf, is_chunked, is_padded, is_stored_node, restricted
-
-if TYPE_CHECKING:
-    from jaxtyping import PyTree
 
 NAMED = 3
 

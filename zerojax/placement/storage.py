@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
+from jaxtyping import Array, PyTree, Shaped
 
 from zerojax import compat, names
 from zerojax.comm.manual import ManualCollectives
@@ -23,9 +24,6 @@ from zerojax.config import Config
 from zerojax.config.data_mesh import axes_of
 from zerojax.layout.leaf import Leaf, is_padded, is_stored_node, pad, replace_items, trim
 from zerojax.layout.tree import Layout
-
-if TYPE_CHECKING:
-    from jaxtyping import Array, PyTree, Shaped
 
 
 def is_on_host(x: Any) -> bool:

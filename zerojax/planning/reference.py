@@ -8,12 +8,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jaxtyping import Array, Float, PyTree
 
 from zerojax import compat, jaxprs
 from zerojax.comm.mesh import without_types
@@ -30,9 +31,6 @@ from zerojax.train.nan_lines import is_float
 from zerojax.train.step import Step
 from zerojax.train.step_program import StepProgram
 from zerojax.zero import ZeroTransformation
-
-if TYPE_CHECKING:
-    from jaxtyping import Array, Float, PyTree
 
 QUANTITIES = ("value", "gradient", "parameters", "mutable", "aux")
 REPEATS = 3

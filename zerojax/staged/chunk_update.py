@@ -13,13 +13,14 @@ import collections
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
+from jaxtyping import Array
 
 from zerojax import compat, jaxprs, signatures
 from zerojax.comm.mesh import wait_if_simulated
@@ -33,9 +34,6 @@ from zerojax.staged.model_files import READ_AHEAD, ChunkId, DiskShard, ModelFile
 from zerojax.streaming.chunk_programs import update_on_device
 from zerojax.streaming.stores import IN_FLIGHT, StateStore
 from zerojax.streaming.stream import Chunk, StreamedUpdate, UpdateQueue
-
-if TYPE_CHECKING:
-    from jaxtyping import Array
 
 # For each reduction, the function that reduces a chunk, and the function that joins the values of two chunks.
 _REDUCTIONS: Mapping[str, tuple[Callable, Callable]] = {

@@ -5,20 +5,17 @@ from __future__ import annotations
 import collections
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array
 
 from zerojax import compat
 from zerojax.comm.mesh import wait_if_simulated
 from zerojax.staged.chunk_update import ChunkGradients
 from zerojax.staged.model_files import READ_AHEAD, ChunkId, DiskShard, ModelFiles
 from zerojax.staged.program import Item, StagedProgram
-
-if TYPE_CHECKING:
-    from jaxtyping import Array
-
 
 # The number of stages that the devices may still be running, or have queued, while Python prepares the next stage.
 _RUNNING = 1

@@ -9,11 +9,12 @@ import contextlib
 import dataclasses
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, PyTree
 
 from zerojax.comm.mesh import replicated
 from zerojax.compat import common_dtype
@@ -36,9 +37,6 @@ from zerojax.optim.sharding_plan import ShardingPlan
 from zerojax.placement.storage import are_shapes, leaf_sharding, leaves_of, place_array, storage_leaves
 from zerojax.streaming.first_state import Deferred
 from zerojax.streaming.stores import abandoned_on_error, state_buffer_bytes
-
-if TYPE_CHECKING:
-    from jaxtyping import Array, PyTree
 
 ChunkId = tuple[int, int]  # the number of a parameter's (or gradient's) files, and the number of a chunk
 # The number of chunks that are read ahead at a time. As many chunks can wait to be written.

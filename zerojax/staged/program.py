@@ -10,10 +10,11 @@ import collections
 import dataclasses
 import functools
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array
 
 from zerojax import compat, jaxprs, names
 from zerojax.comm.mesh import constrain
@@ -26,9 +27,6 @@ from zerojax.gather.vjp import KnownRows, traced_passes
 from zerojax.layout.leaf import replace_at
 from zerojax.offload.chunked import MOST_ROWS
 from zerojax.staged.model_files import ChunkId, DiskShard, OnDisk
-
-if TYPE_CHECKING:
-    from jaxtyping import Array
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jaxtyping import Array, PyTree, Shaped
 
 from zerojax import compat, jaxprs
 from zerojax.comm.mesh import in_storage_shape, to_storage, wait_if_simulated
@@ -33,9 +34,6 @@ from zerojax.optim.update import first_leaves, state_to_host
 from zerojax.placement.problems import tree_difference
 from zerojax.placement.storage import leaf_sharding, leaves_of, logical_array, place_array, to_device
 from zerojax.streaming.stores import abandoned_on_error, disk_nodes, kept_on_device, store_for
-
-if TYPE_CHECKING:
-    from jaxtyping import Array, PyTree, Shaped
 
 
 @dataclasses.dataclass(frozen=True)

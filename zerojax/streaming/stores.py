@@ -9,10 +9,11 @@ import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array
 
 from zerojax.config import Config
 from zerojax.layout.leaf import is_chunked, replace_at
@@ -21,9 +22,6 @@ from zerojax.offload.host import host_kind, to_memory
 from zerojax.offload.state_files import LeafFiles, StateFiles
 from zerojax.optim.partition import UpdateGroup
 from zerojax.optim.sharding_plan import ShardingPlan, state_shapes
-
-if TYPE_CHECKING:
-    from jaxtyping import Array
 
 # The number of chunks on the device at a time: one is fetched, one is updated, and one is written.
 IN_FLIGHT = 3

@@ -18,10 +18,11 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jaxtyping import Array
 
 from zerojax.comm.mesh import wait_if_simulated
 from zerojax.config import Config
@@ -41,9 +42,6 @@ from zerojax.streaming.chunk_programs import (
     write_new_params,
 )
 from zerojax.streaming.stores import IN_FLIGHT, StateStore, abandoned_on_error
-
-if TYPE_CHECKING:
-    from jaxtyping import Array
 
 DEVICE = "device"
 # The number of chunks that the host updates at a time, times `Offload.chunk_bytes`, is at most this. Without a limit,

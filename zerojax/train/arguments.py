@@ -13,6 +13,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
+from jaxtyping import PyTree
 
 from zerojax import names
 from zerojax.comm.mesh import batch_sharding, owned
@@ -20,8 +21,6 @@ from zerojax.config import Config
 from zerojax.layout.tree import canonical
 
 if TYPE_CHECKING:
-    from jaxtyping import PyTree
-
     from zerojax.config.precision import Precision
 
 # The default of a positional batch. It means that the caller passed the batch by keyword, or passed none.

@@ -7,19 +7,17 @@ microbatch, must draw different random numbers, and a loss must not divide rows 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
+from jaxtyping import Array, Int, PyTree
 
 from zerojax import compat, jaxprs
 from zerojax.config import DataMesh
 from zerojax.config.data_mesh import axes_of, in_words
-
-if TYPE_CHECKING:
-    from jaxtyping import Array, Int, PyTree
 
 NO_NUMBERS = "OSTUMm"  # `dtype.kind` of objects, strings, dates and time differences in NumPy
 NUMBERS = (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic, bool, int, float, complex)

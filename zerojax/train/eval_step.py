@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.core
+from jaxtyping import PyTree
 
 from zerojax.comm.mesh import on_auto_mesh, replicated, row_shardings, wait_if_simulated, with_types
 from zerojax.config import Config
@@ -23,9 +24,6 @@ from zerojax.train.checked import check_leaf_types
 from zerojax.train.gradients import trace_view
 from zerojax.train.loss import LossInputs, View
 from zerojax.train.same_run import SameCalls, signature_of
-
-if TYPE_CHECKING:
-    from jaxtyping import PyTree
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,11 +11,12 @@ References:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Bool, Float, PyTree, Shaped
 
 from zerojax import names
 from zerojax.comm.collectives import Collectives
@@ -29,9 +30,6 @@ from zerojax.layout.leaf import Leaf
 from zerojax.layout.tree import Layout
 from zerojax.placement.storage import unpadded
 from zerojax.train.loss import DIFFERING, OF_ROWS, LossInputs, Returned, View, at_least_float32
-
-if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Float, PyTree, Shaped
 
 
 class StepGradients(NamedTuple):

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped
 
 from zerojax.comm.collectives import Collectives
 from zerojax.comm.mesh import without_types
@@ -25,8 +26,6 @@ from zerojax.placement.storage import cast
 from zerojax.train.arguments import call_unpacked, cast_inputs
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped
-
     from zerojax.config.precision import Precision
 
 # Indices among the arguments of a loss after the parameters, which are (mutable state, batch, *args).

@@ -11,18 +11,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Bool
 
 from zerojax.config.precision import DynamicScale, Precision
 from zerojax.layout.tree import Layout
 from zerojax.train.loss import ScalingState
-
-if TYPE_CHECKING:
-    from jaxtyping import Array, Bool
 
 MAX_NAMED = 5
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jaxtyping import PyTree, Shaped
 
 from zerojax import names
 from zerojax.comm.collectives import Collectives
@@ -18,9 +19,6 @@ from zerojax.metrics import Mean, PerRow, Replicated, Sum, is_marker, unmarked
 from zerojax.optim.sharding_plan import ShardingPlan
 from zerojax.placement.storage import to_device
 from zerojax.train.loss import View, at_least_float32
-
-if TYPE_CHECKING:
-    from jaxtyping import PyTree, Shaped
 
 
 @jax.named_scope(names.MEAN)

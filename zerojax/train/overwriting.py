@@ -14,17 +14,15 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
+from jaxtyping import Array
 
 from zerojax import compat, jaxprs, primitives
 from zerojax.layout.leaf import replace_items
 from zerojax.train.loss import LossInputs, View
-
-if TYPE_CHECKING:
-    from jaxtyping import Array
 
 
 class Dependence(enum.IntEnum):

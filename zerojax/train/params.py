@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.core
+from jaxtyping import PyTree
 
 from zerojax import compat
 from zerojax.comm.mesh import auto_context, mesh_of, on_auto_mesh, to_auto
@@ -33,10 +34,6 @@ from zerojax.placement.storage import (
     storage_leaves,
 )
 from zerojax.train.state import ZeroState
-
-if TYPE_CHECKING:
-    from jaxtyping import PyTree
-
 
 MOST_PROGRAMS = 8
 

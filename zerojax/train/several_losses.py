@@ -10,13 +10,14 @@ all rows is smaller.) Everything else, such as a sum divided by a count of token
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
+from jaxtyping import Array
 
 from zerojax import compat, jaxprs, names
 from zerojax.comm.mesh import mapped
@@ -26,9 +27,6 @@ from zerojax.dims import NOWHERE, Follower, RowDims, on_dim
 from zerojax.train.checked import check_args, fold_keys
 from zerojax.train.gradients import StepGradients, combined, gradients_of_one, microbatch_gradients
 from zerojax.train.loss import LossInputs, View, at_least_float32
-
-if TYPE_CHECKING:
-    from jaxtyping import Array
 
 
 def gradients_of_several(view: View, given: LossInputs, scale: Array) -> StepGradients:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.core
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, PyTree
 
 from zerojax.comm.mesh import constrain, on_auto_mesh, replicated, to_storage, wait_if_simulated, with_types
 from zerojax.config import Config
@@ -41,9 +42,6 @@ from zerojax.train.several_losses import check_reduction
 from zerojax.train.state import ZeroState
 from zerojax.train.step_program import Differentiated, StepProgram
 from zerojax.train.streamed_step import resident_state
-
-if TYPE_CHECKING:
-    from jaxtyping import Array, PyTree
 
 
 class StagedStep:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.core
 import jax.numpy as jnp
+from jaxtyping import Array, Int, PyTree
 
 from zerojax.comm.mesh import on_auto_mesh, replicated
 from zerojax.config import Config
@@ -19,9 +20,6 @@ from zerojax.optim.sharding_plan import ShardingPlan, make_plan, state_shapes, s
 from zerojax.optim.update import init_state
 from zerojax.placement.storage import are_shapes, cast_params, in_storage, place_params, place_replicated, sharding_tree
 from zerojax.train.loss import ScalingState, init_scaling
-
-if TYPE_CHECKING:
-    from jaxtyping import Array, Int, PyTree
 
 
 @functools.partial(

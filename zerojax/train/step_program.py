@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jaxtyping import Float
 
 from zerojax import names
 from zerojax.comm.collectives import UPDATE
@@ -33,9 +34,6 @@ from zerojax.train.arguments import batch_shardings
 from zerojax.train.gradients import StepGradients, check_trained, gradients_of_one
 from zerojax.train.loss import Loss, LossInputs, ScalingState, View
 from zerojax.train.state import ZeroState
-
-if TYPE_CHECKING:
-    from jaxtyping import Float
 
 
 @dataclasses.dataclass(frozen=True)

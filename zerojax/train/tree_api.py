@@ -10,13 +10,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
+from jaxtyping import Array, Shaped
 
 from zerojax.comm.mesh import (
     PLANNED,
@@ -71,9 +72,6 @@ from zerojax.train.loss import Loss, LossInputs, View
 from zerojax.train.same_run import SameCalls, signature_of
 from zerojax.train.state import ZeroState, init_opt_state
 from zerojax.train.step_program import loss_and_grads
-
-if TYPE_CHECKING:
-    from jaxtyping import Array, Shaped
 
 
 def on_planned_mesh(config: Config) -> Config:
