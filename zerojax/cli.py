@@ -4,8 +4,6 @@ JAX is imported only when a command needs it, so that `--help` prints at once. `
 and all other commands use the CPU.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """Check versions, devices and rates, and whether offloading is correct here, for the command `zerojax doctor`."""
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import dataclasses

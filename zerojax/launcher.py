@@ -4,8 +4,6 @@ The processes get the variables of Open MPI's `mpirun` that JAX reads. So a prog
 `jax.distributed.initialize()` without arguments joins the other processes, as it does under Slurm or Kubernetes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import functools

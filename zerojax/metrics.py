@@ -3,8 +3,6 @@
 In global view without microbatches, the loss is called only once, and its aux is returned unchanged.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

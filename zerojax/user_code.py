@@ -1,7 +1,5 @@
 """Read arguments of the command line, such as numbers, names, and objects in the user's files."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import io

@@ -5,8 +5,6 @@ a `zerojax.remat_within` stays as it is, because the user has already decided wh
 describes what the blocks save, offload and recompute.
 """
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import functools

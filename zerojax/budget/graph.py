@@ -9,8 +9,6 @@ References:
     Jain et al. 2020, arXiv 1910.02653 (Checkmate): rematerialisation as an integer program.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools

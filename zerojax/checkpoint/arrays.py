@@ -4,8 +4,6 @@ Each process writes its own shards. The folder is an ordinary orbax checkpoint, 
 is zarr without OCDBT, so that every file belongs to one leaf. `saving.py` writes the small leaves.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import dataclasses

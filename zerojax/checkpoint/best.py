@@ -1,7 +1,5 @@
 """Choose the best checkpoint of a directory by the metrics that were saved with the checkpoints."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Callable, Mapping

@@ -5,8 +5,6 @@ Plain values, lists, tuples, dicts, bytes, arrays and PRNG keys are restored as 
 list of its children, and restoring the node needs a template.
 """
 
-from __future__ import annotations
-
 import base64
 from typing import Any
 

@@ -7,8 +7,6 @@ step_00000200.aside   a checkpoint that was renamed because the run went back to
 .zerojax.lock         a file, locked by the run that writes to the directory
 """
 
-from __future__ import annotations
-
 import logging
 import operator
 import os

@@ -1,7 +1,5 @@
 """Define the errors of checkpoints."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from typing import Any

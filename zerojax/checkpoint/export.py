@@ -4,8 +4,6 @@ The parameters of a state, a tree or a checkpoint become a list of `TensorSource
 shared.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import os

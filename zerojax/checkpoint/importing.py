@@ -1,7 +1,5 @@
 """Read parameters from safetensors, or from a checkpoint of another run, into any layout."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import warnings

@@ -4,8 +4,6 @@ As in a restore, the state is first compared with the wanted state, and each lea
 from files: a leaf is converted on its devices, or copied through host memory to other devices.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

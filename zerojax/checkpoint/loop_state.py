@@ -5,8 +5,6 @@ Arrays of an optimizer state do not say how they are padded or flattened, so the
 `tx.init`, whose leaves are found in the tree by their paths.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

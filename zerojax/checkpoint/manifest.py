@@ -6,8 +6,6 @@ is used: `damage_in` checks that each file of the manifest has the bytes that we
 the manifest lists all files that its leaves need. A save runs both before a commit, `damage_in` only on packed leaves.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import errno

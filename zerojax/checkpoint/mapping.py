@@ -20,8 +20,6 @@ list         names leaves that are made from the same tensor. The leaves are tie
              if their patterns mark a dim, as in `(h+ d) e -> e h d`, each leaf is the next slice along that dim.
 """
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import math

@@ -1,7 +1,5 @@
 """Let a signal, such as the SIGTERM of a preemption, tell the training loop to save and end."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import signal

@@ -8,8 +8,6 @@ References:
     https://github.com/huggingface/safetensors, section "Format".
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -7,8 +7,6 @@ All processes take the same four steps, and agree after each step: begin, write,
 makes the folder and commits it.
 """
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import dataclasses

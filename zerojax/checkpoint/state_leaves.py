@@ -4,8 +4,6 @@ Master weights replace their parameter, and the state of the wrapped transformat
 in storage shape; the `Leaf` of an array says how it is padded or flattened.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from typing import Any

@@ -5,8 +5,6 @@ and reductions are explicit nevertheless: each runs `ManualCollectives` in a sma
 another file, has the same methods for device view, where the caller is inside a `shard_map` already.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math
@@ -79,7 +77,7 @@ class Collectives(ManualCollectives):
 
     @jax.named_scope(names.SHARDS)
     def reduce_scatter(
-        self, grads: Sequence[Shaped[Array, ...]], leaves: Sequence[Leaf], *, exposed: bool = False
+        self, grads: Sequence[Shaped[Array, "..."]], leaves: Sequence[Leaf], *, exposed: bool = False
     ) -> list[Shaped[Array, "*storage"]]:
         """Reduce-scatter partial sums. A gradient that the compiler has summed is only constrained to its sharding."""
         grads, experts = self._without_summands(grads, leaves), self.experts(leaves)

@@ -3,8 +3,6 @@
 Every value is one device's part, and a gradient that is not reduced is this device's partial sum.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Sequence
 

@@ -10,8 +10,6 @@ with one entry per device after one `shard_map`, and one per pair of devices aft
 dozens of these, so the error would take terabytes. Automatic checks need not look inside: the results show any NaN.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

@@ -4,8 +4,6 @@ The compiler cannot divide a kernel. Without a proof, every device gathers all r
 and a warning names the user's line. Kernels in a user's `shard_map` are divided already, so they run unchanged.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any

@@ -7,8 +7,6 @@ References:
     Wang et al. 2023, arXiv 2306.10209, sections 3.2 and 3.4: ZeRO++.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Sequence
@@ -143,7 +141,7 @@ def codec_of(wire: Wire | None, leaf: Leaf, *, gathers: bool) -> Codec | None:
     return None if fmt is None or not over or is_narrow else Codec(fmt, wire.block, stochastic, over)
 
 
-def uniform(x: Float[Array, ...]) -> Float[Array, ...]:
+def uniform(x: Float[Array, "..."]) -> Float[Array, "..."]:
     """Return a pseudo-random number in [0, 1) for each element of `x`: a hash of the element's bits and position.
 
     References:

@@ -7,8 +7,6 @@ has this type. A loss that names no sharding gets no constraint, so its program 
 that depends on parameters alone gets no constraint either: with one, `zerojax.gather` would not recognise the value.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence

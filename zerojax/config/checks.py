@@ -1,7 +1,5 @@
 """The checks that options share."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

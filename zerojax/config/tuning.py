@@ -1,7 +1,5 @@
 """The option `Tuning`: settings of memory, bytes sent and time. A step computes the same values with all of them."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 from collections.abc import Mapping

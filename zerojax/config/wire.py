@@ -1,7 +1,5 @@
 """Define the option `Wire`, which says which collectives send quantised data."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Sequence
 from types import MappingProxyType

@@ -6,8 +6,6 @@ and is read later. XLA may delay this product, as it does in a scan with prefetc
 together with their cotangent. Here both cotangents pass one barrier, so both are computed before either is read.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """`block` marks a layer of a model. `tiled` saves memory: it runs a function on one tile of a sequence at a time."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -3,8 +3,6 @@
 If the `ShardingPlan` of the state is known, the table also says why a leaf is not sharded or not placed as planned.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import re

@@ -5,8 +5,6 @@ computes the next scales and amax histories, and returns them as gradients of th
 in the collection `_overwrite_with_gradient`. In NNX, their variable class is registered under this name.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Collection, Sequence
 from typing import Any

@@ -3,8 +3,6 @@
 Indexing, arithmetic and conversion to an array use the logical array. A `Padded` does not have an array's methods.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

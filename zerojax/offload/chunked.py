@@ -1,7 +1,5 @@
 """Divide offloaded arrays into chunks. `Chunked` is the pytree node that contains the chunks of one array."""
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import functools

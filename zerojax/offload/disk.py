@@ -6,8 +6,6 @@ process knows what is in a file, so no other process reads the files. The next r
 The arrays of a chunk are stored in an aligned buffer, and the buffer in a file, without the page cache if possible.
 """
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import dataclasses

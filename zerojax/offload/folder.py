@@ -3,8 +3,6 @@
 A lock ends with the process that took it, even if the process has forked other processes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl

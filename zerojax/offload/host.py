@@ -1,7 +1,5 @@
 """Find a backend's kind of host memory, check that there is enough of it, and copy arrays to it and back."""
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import os

@@ -1,7 +1,5 @@
 """Define the option `Offload`, which says which model states leave device memory."""
 
-from __future__ import annotations
-
 import numbers
 import os
 from collections.abc import Callable

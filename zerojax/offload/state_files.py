@@ -1,7 +1,5 @@
 """Read the files of offloaded state leaves into device arrays, and write device arrays to the files."""
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import dataclasses

@@ -6,8 +6,6 @@ weight decay, stay sharded like the leaf. A core reads only arrays of one leaf, 
 count, a schedule, the norm of all gradients). So one device can compute a core.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from typing import Any

@@ -3,8 +3,6 @@
 The states of two transformations, such as AdamW and LAMB, may have the same leaves. Their descriptions differ.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import hashlib

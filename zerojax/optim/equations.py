@@ -1,7 +1,5 @@
 """Evaluate the equations of an update. Owners compute its cores."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Find parameters and optimizer state in a tree by the paths and shapes of the leaves of a plan."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple

@@ -9,8 +9,6 @@ the last update, from the parameter. An update finds them inside its program (`m
 file finds them for checkpoints, exports, `reshard` and `ZeroTransformation.weights`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Iterator

@@ -10,8 +10,6 @@ References:
     Micikevicius et al. 2018, arXiv 1710.03740, section 3.1.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import operator

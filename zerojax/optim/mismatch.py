@@ -1,7 +1,5 @@
 """Check that a state, and the sharding plan with which it was made, fit a step. Errors explain the difference."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import jax

@@ -7,8 +7,6 @@ other group has all results that depend on the same offloaded arrays. If these r
 updated in chunks.
 """
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import functools

@@ -5,8 +5,6 @@ The returned form is for Flax and hand-written loops. Its Flax annotations descr
 such as `update`, this file also copies the state to device memory and back.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 

@@ -9,8 +9,6 @@ References:
     Xu et al. 2020, arXiv 2004.13336: the sharded weight update.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple

@@ -4,8 +4,6 @@ A step runs a `FlatUpdate`, and the analyses for a sharding plan trace it. In su
 the transformation into a `TransformationError`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple

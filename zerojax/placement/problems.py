@@ -1,7 +1,5 @@
 """Explain why an array cannot be used, or how its placement differs from the plan."""
 
-from __future__ import annotations
-
 import contextlib
 import warnings
 from collections.abc import Iterable, Iterator, Sequence

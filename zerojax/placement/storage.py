@@ -4,8 +4,6 @@ A tree in logical form has arrays of logical shape. A tree in storage form has a
 padded. Public functions return trees in the form of their arguments, so that `jax.tree.map` can combine them.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -4,8 +4,6 @@ To trace cuDNN attention or a Pallas kernel, JAX asks which GPU the local machin
 So `kernels_for` replaces the functions with which JAX asks, in one thread. Tested with jax 0.10.2 and 0.12.0.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

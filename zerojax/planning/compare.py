@@ -1,7 +1,5 @@
 """Run training steps on one device and on the mesh, and report leaf by leaf where the results differ."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import textwrap

@@ -4,8 +4,6 @@ The contract follows from the element counts of the model's layout, and from the
 the loss with replicated parameters. It does not depend on the program that is checked.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from typing import Any

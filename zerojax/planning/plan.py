@@ -1,7 +1,5 @@
 """Compile a step or jitted function for GPUs that this machine does not have, and choose how to train on them."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypedDict, Unpack

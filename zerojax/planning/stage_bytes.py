@@ -4,8 +4,6 @@ References:
     Rajbhandari et al. 2020, arXiv 1910.02054, sections 5 and 7, table 1 and figure 1.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import re

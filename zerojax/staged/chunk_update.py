@@ -7,8 +7,6 @@ cut. They and the cut are evaluated per chunk, before the chunk is written, and 
 any other equation reads a gradient, as for the norm of clipped gradients, the gradient is read as a whole array.
 """
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import functools

@@ -1,7 +1,5 @@
 """Run the stages of a program forward and backward, and read chunks from disk ahead."""
 
-from __future__ import annotations
-
 import collections
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future

@@ -4,8 +4,6 @@ Also find which chunks each stage reads, in which order, and how many gradients 
 equations and layouts share their programs.
 """
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import functools

@@ -3,8 +3,6 @@
 `adopt_state`, the inverse of `unshard`, places the state of an optimizer that ran without zerojax, as a plan says.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any

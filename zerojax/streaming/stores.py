@@ -1,7 +1,5 @@
 """Read and write offloaded state chunk by chunk, in host memory or on disk."""
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import dataclasses

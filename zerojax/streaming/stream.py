@@ -8,8 +8,6 @@ References:
     Ren et al. 2021, arXiv 2101.06840, section 4; Rajbhandari et al. 2021, arXiv 2104.07857, section 5.
 """
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import functools

@@ -17,8 +17,6 @@ hybrid sharding (`config.tuning`), a state that the caller moved (`moved_state`)
 and an error that names an unusable array (`zerojax.placement.problems`).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ The losses of the parts of a batch must combine to the loss of the whole batch. 
 microbatch, must draw different random numbers, and a loss must not divide rows over the devices itself.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 

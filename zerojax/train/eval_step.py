@@ -1,7 +1,5 @@
 """Call functions of sharded parameters outside of training. Parameters are gathered, or read from disk, on use."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable

@@ -4,8 +4,6 @@ All blocks save the same share of their bytes (`zerojax.budget.blocks`). The pre
 bytes that blocks save, `held`, are known before compilation. Each compiled program corrects `base`, the other bytes.
 """
 
-from __future__ import annotations
-
 import bisect
 import dataclasses
 import functools

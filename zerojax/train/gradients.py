@@ -8,8 +8,6 @@ References:
     Rajbhandari et al. 2020, arXiv 1910.02054, section 5.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 

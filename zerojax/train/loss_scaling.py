@@ -7,8 +7,6 @@ References:
     Micikevicius et al. 2018, arXiv 1710.03740, section 3.2.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from typing import Any

@@ -1,7 +1,5 @@
 """Make a state that the caller moved or changed usable in a step, or refuse the state."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -3,8 +3,6 @@
 `note_line` names this line of a loss if `jax_debug_nans` finds a NaN in device view.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Compute what a step returns only on request: auxiliary results (aux), mutable state, and norms per parameter."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Initialise parameters in storage, copy existing parameters there, and read stored arrays in logical shapes."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Check that options, values and programs are the same on every process, because a collective would hang otherwise."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import hashlib

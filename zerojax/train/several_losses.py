@@ -7,8 +7,6 @@ factors on the way are multiplied. If the factors of both traces are equal, the 
 all rows is smaller.) Everything else, such as a sum divided by a count of tokens, is accepted.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

@@ -5,8 +5,6 @@ trees. The shards of some small or padded gradients do not form an array of this
 replicated. A training step keeps them sharded.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable
