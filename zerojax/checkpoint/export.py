@@ -9,7 +9,7 @@ import functools
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -71,10 +71,11 @@ def export(
             the mapping does not fit the parameters. The error lists every mismatch.
     """
     check_dtype(dtype)
-    sources = [
-        TensorSource(path, tuple(leaf.shape), x.dtype, functools.partial(gather_to_host, x, leaf))
-        for path, x, leaf in stored_params(state)
-    ]
+    if problem := problem_of(None, "state" if isinstance(state, ZeroState) else "params", state):
+        raise ValueError(problem)
+    params = [one for one in state_leaves(state).values() if one.path[0] == "params"]
+    read = lambda one: functools.partial(gather_to_host, one.array, one.leaf)
+    sources = [TensorSource(one.path[1:], tuple(one.leaf.shape), one.array.dtype, read(one)) for one in params]
     processes = Processes("export", error=CheckpointError)  # so that no process waits for one that raised an error
     processes.agree("export", attempt(check_target, Path(path).expanduser()) if processes.is_first else "")
     return write_sources(sources, path, mapping, dtype, file_bytes)
@@ -147,14 +148,6 @@ def read_logical(folder: Path, saved: SavedLeaf, index: tuple[int, ...]) -> np.n
     box = (*(slice(i, i + 1) for i in index), *(slice(0, n) for n in shape))
     leaf = Leaf("", saved.shape, jnp.dtype(saved.dtype), (), 1)
     return arrays.read_part(folder, saved, leaf, box).reshape(shape)
-
-
-def stored_params(tree: ZeroState | PyTree) -> Iterator[tuple[tuple[str, ...], Any, Leaf]]:
-    """Yield the keys, stored array and layout of each parameter, or of its master weights if it has any."""
-    if problem := problem_of(None, "state" if isinstance(tree, ZeroState) else "params", tree):
-        raise ValueError(problem)
-    leaves = state_leaves(tree).values()
-    yield from ((one.path[1:], one.array, one.leaf) for one in leaves if one.path[0] == "params")
 
 
 def tensors_of(sources: list[TensorSource], mapping: Names | None, dtype: Any) -> list[Tensor]:

@@ -19,7 +19,7 @@ from zerojax.checkpoint.arrays import ReadRequest, as_keys, as_stored, place_who
 from zerojax.checkpoint.manifest import Manifest, SavedLeaf, made_by
 from zerojax.checkpoint.restoring import as_wanted, match, new_seeds, other_optimizer, read_request
 from zerojax.checkpoint.saving import record_of
-from zerojax.checkpoint.state_leaves import ROUNDING, StateLeaf, convert, state_leaves, with_leaves
+from zerojax.checkpoint.state_leaves import StateLeaf, convert, state_leaves, with_leaves
 from zerojax.comm.mesh import auto_context, on_auto_mesh, replicated
 from zerojax.comm.processes import Processes
 from zerojax.config import Config
@@ -53,20 +53,16 @@ def reshard(config: Config, state: ZeroState, to: Any, *, donate: bool) -> ZeroS
         raise ValueError(problem)
     check_processes(config.mesh, to.mesh)
     shapes = [with_experts(to, leaf) for leaf in state.plan.layout.grads]
-    like = create_like(to, jax.tree.unflatten(state.plan.layout.treedef, shapes), state.mutable)
+    params = jax.tree.unflatten(state.plan.layout.treedef, shapes)
+    plan = make_plan(to, params)
+    require_same_run(to, plan)
+    check_experts_named(plan.layout)
+    with auto_context(to.user_mesh):
+        like = begin_run(to, plan, params, state.mutable)
     if not state.plan.offloaded:
-        check_state_room(to, like.plan)
+        check_state_room(to, plan)
     move = functools.partial(moved_state, like=like, donate=donate)
     return on_auto_mesh(to.user_mesh, move, state)
-
-
-def create_like(config: Config, params: Any, mutable: Any) -> ZeroState:
-    """Return the shapes of a new state, on the Auto mesh. `params` are shapes, and `mutable` has live arrays."""
-    plan = make_plan(config, params)
-    require_same_run(config, plan)
-    check_experts_named(plan.layout)
-    with auto_context(config.user_mesh):
-        return begin_run(config, plan, params, mutable)
 
 
 def check_processes(old: Mesh, new: Mesh) -> None:
@@ -90,10 +86,6 @@ def with_experts(to: Config, leaf: Leaf) -> jax.ShapeDtypeStruct:
 def moved_state(state: ZeroState, like: ZeroState, *, donate: bool) -> ZeroState:
     """Return the state in the layout of `like`, a state of shapes. If `donate` is true, free each moved array."""
     given, of_like = state_leaves(state), state_leaves(like)
-    is_extra = lambda one, others: one.path[0] == ROUNDING and one.name not in others
-    lacking = {name: one for name, one in of_like.items() if is_extra(one, given)}
-    given = {name: one for name, one in given.items() if not is_extra(one, of_like)}
-    of_like = {name: one for name, one in of_like.items() if name not in lacking}
     description = description_of(state.plan.tx, state.plan.trained)
     records = tuple(map(record_of, given.values()))
     manifest = Manifest(0, records, files={}, made_by=made_by(1), transformation=description)
@@ -102,8 +94,8 @@ def moved_state(state: ZeroState, like: ZeroState, *, donate: bool) -> ZeroState
         warnings.warn(warning, stacklevel=5)
     open_files([leaf.array for _, leaf in matched.pairs])
     if donate:  # frees narrow parameters, which are made again from the master weights
-        free(jax.tree.leaves(state, is_leaf=is_chunked), keep=[leaf.array for leaf in given.values()])
-    moved: dict[str, Any] = {name: new_seeds(one) for name, one in lacking.items()}
+        free(jax.tree.leaves(state, is_leaf=is_chunked), keep=[given[saved.name].array for saved, _ in matched.pairs])
+    moved: dict[str, Any] = {}
     moves = [(given[saved.name], saved, leaf) for saved, leaf in matched.pairs]
     # Leaves that shrink come first. Otherwise devices would hold the grown leaves and those that are still to shrink.
     moves.sort(key=lambda move: bytes_on_device(move[2].array) - bytes_on_device(move[0].array))
@@ -113,6 +105,7 @@ def moved_state(state: ZeroState, like: ZeroState, *, donate: bool) -> ZeroState
         jax.block_until_ready(jax.tree.leaves(moved[leaf.name]))  # one leaf at a time is in memory in both layouts
         if donate:
             free([one.array], keep=[moved[leaf.name]])
+    moved |= {name: new_seeds(one) for name, one in of_like.items() if name not in moved}
     return with_leaves(like, moved)
 
 

@@ -96,7 +96,7 @@ def read_state(
     leaves, is_state = state_leaves(like), isinstance(like, ZeroState)
     # The tree of a hand-written loop has no loss scale, and may have no step. With "params", `like` keeps its own.
     optional = {"step", "scaling"} if partial != "params" else set()
-    optional |= {ROUNDING} if is_state else {"opt_state", "mutable", ROUNDING}
+    optional |= set() if is_state else {"opt_state", "mutable"}
     unwanted = optional - {leaf.path[0] for leaf in leaves.values()}
     unsaved = optional - {leaf.path[0] for leaf in manifest.leaves}
     saved = [leaf for leaf in manifest.leaves if leaf.path[0] not in unwanted]
@@ -106,7 +106,7 @@ def read_state(
         warnings.warn(warning, stacklevel=8)
     restored = copies_of({name: wanted[name].array for name in matched.missing})
     restored |= read_leaves(folder, matched.pairs)
-    for name in leaves.keys() - wanted.keys():
+    for name in leaves.keys() - restored.keys():
         if leaves[name].path[0] == ROUNDING:
             restored[name] = new_seeds(leaves[name])
             continue
@@ -209,7 +209,11 @@ def match(
 
     Raise a `ValueError` if leaves differ and `partial` is False, or if no parameter matches. In errors, `where` names
     the saved state, and `remedy` says what to do. With `partial="params"`, only parameters and mutable state can match.
+    Seeds for rounding that only one side has are left out. They are dropped, or made again by `new_seeds`.
     """
+    names = {leaf.name for leaf in saved} & wanted.keys()
+    wanted = {name: leaf for name, leaf in wanted.items() if name in names or leaf.path[0] != ROUNDING}
+    saved = [leaf for leaf in saved if leaf.name in names or leaf.path[0] != ROUNDING]
     by_name = {leaf.name: leaf for leaf in saved}
     differences = {name: why for name, leaf in wanted.items() if (why := why_not_restorable(by_name.get(name), leaf))}
     surplus = {name: f"{leaf.described} is there, nothing is wanted" for name, leaf in by_name.items()}
@@ -247,7 +251,10 @@ def why_not_restorable(saved: SavedLeaf | None, wanted: StateLeaf) -> str:
     if saved is None:
         return f"nothing is there, {needed} is wanted"
     if saved.encoding != wanted.leaf.encoding:  # compare the wide arrays
-        saved, wanted = wide_record(saved), wide_state_leaf(wanted)
+        if (wide := saved.encoding) is not None:
+            saved = dataclasses.replace(saved, shape=wide.shape, dtype=wide.dtype, encoding=None)
+        leaf = wide_leaf(wanted.leaf)
+        wanted = dataclasses.replace(wanted, leaf=leaf, array=jax.ShapeDtypeStruct(leaf.storage_shape, leaf.dtype))
     if saved.shape != tuple(wanted.leaf.shape):
         return f"{saved.described} is there, {needed} is wanted"
     if (saved.key is None) == arrays.is_key(wanted.array):
@@ -257,18 +264,6 @@ def why_not_restorable(saved: SavedLeaf | None, wanted: StateLeaf) -> str:
     if saved.key is None and widens_exactly(saved.dtype, wanted.array.dtype):
         return ""
     return f"{saved.described} is there, {needed} is wanted, which cannot represent every value"
-
-
-def wide_record(saved: SavedLeaf) -> SavedLeaf:
-    """Return the record of the wide array that a saved leaf represents."""
-    wide = saved.encoding
-    return saved if wide is None else dataclasses.replace(saved, shape=wide.shape, dtype=wide.dtype, encoding=None)
-
-
-def wide_state_leaf(wanted: StateLeaf) -> StateLeaf:
-    """Return the wide array that a leaf represents, as a shape."""
-    leaf = wide_leaf(wanted.leaf)
-    return dataclasses.replace(wanted, leaf=leaf, array=jax.ShapeDtypeStruct(leaf.storage_shape, leaf.dtype))
 
 
 def is_rounded(saved: SavedLeaf, wanted: StateLeaf) -> bool:

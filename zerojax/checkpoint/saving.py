@@ -17,7 +17,7 @@ import logging
 import math
 import os
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -246,7 +246,9 @@ def saved_leaves(leaves: dict[str, StateLeaf]) -> tuple[SavedLeaf, ...]:
             )
         folder = ""
         if one.leaf.size and math.prod(one.leaf.storage_shape) * one.leaf.dtype.itemsize > SMALL_BYTES:
-            folder = folder_name(one.path, taken)
+            folder = ".".join(quote(key, safe="") for key in one.path).replace("~", "%7E")[:MAX_FOLDER_NAME]
+            if folder.lower() in taken:  # in lower case, because some file systems do not distinguish case
+                folder = f"{folder}~{len(taken)}"
             taken.add(folder.lower())
         saved.append(record_of(one, folder))
     return tuple(saved)
@@ -257,12 +259,3 @@ def record_of(one: StateLeaf, folder: str = "") -> SavedLeaf:
     return SavedLeaf(
         one.name, one.path, tuple(one.leaf.shape), one.dtype, one.leaf.kind, folder, key, encoding=one.leaf.encoding
     )
-
-
-def folder_name(path: tuple[str, ...], taken: Collection[str]) -> str:
-    """Return a folder name made of a leaf's keys. If this name is taken, append "~" and a number.
-
-    `taken` has the names of earlier leaves, in lower case, because some file systems do not distinguish case.
-    """
-    name = ".".join(quote(key, safe="") for key in path).replace("~", "%7E")[:MAX_FOLDER_NAME]
-    return f"{name}~{len(taken)}" if name.lower() in taken else name
