@@ -1,7 +1,5 @@
 """Place the batches of any loader on the mesh, ahead of the steps that use them."""
 
-from __future__ import annotations
-
 import collections
 import math
 import warnings
@@ -34,7 +32,7 @@ def shard_batches(
     rows: Literal["global", "process"] | None = None,
     remainder: Literal["drop", "pad"] = "drop",
     accumulate: int = 1,
-) -> ShardedBatches:
+) -> "ShardedBatches":
     """Place each batch of a loader on the mesh before its step, divided over the devices as `tx` requires.
 
     Args:
@@ -78,13 +76,13 @@ def shard_batches(
 class ShardedBatches:
     """An iterator over the batches of a loader, placed on the mesh. `shard_batches` makes this iterator."""
 
-    def __init__(self, source: Iterator, placement: Placement, prefetch: int):
+    def __init__(self, source: Iterator, placement: "Placement", prefetch: int):
         self._source, self._placement, self._prefetch = source, placement, prefetch
         self._ahead: collections.deque[tuple[Any, Any]] = collections.deque()
         self._position = self._source_position()
         self._error: Exception | None = None
 
-    def __iter__(self) -> ShardedBatches:
+    def __iter__(self) -> "ShardedBatches":
         return self
 
     def __next__(self) -> Any:

@@ -3,8 +3,6 @@
 These methods only call functions of other files. A call imports the file that it needs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar, TypeVarTuple, overload
 
@@ -238,7 +236,7 @@ class TreeTransformation(optax.GradientTransformationExtraArgs):
         loss = Loss(loss_fn, has_aux, weighted, mutable, reduction)
         return self._trees.differentiate_tree(self.config, loss, accumulate=accumulate)
 
-    def shardings(self, params: Any) -> Shardings:
+    def shardings(self, params: Any) -> "Shardings":
         """Return the shardings of parameters, gradients and optimizer state, as trees of `NamedSharding`.
 
         Args:
@@ -249,7 +247,7 @@ class TreeTransformation(optax.GradientTransformationExtraArgs):
         """
         return self._trees.shardings(self.config, params)
 
-    def reshard(self, state: ZeroState, *, to: TreeTransformation, donate: bool = True) -> ZeroState:
+    def reshard(self, state: "ZeroState", *, to: "TreeTransformation", donate: bool = True) -> "ZeroState":
         """Move a live state into the layout of another transformation, without files, bit for bit.
 
         Stage, mesh, number of devices, hybrid sharding, precision and offload may differ. The result is what a

@@ -1,7 +1,5 @@
 """Define `remat_within`: a `jax.checkpoint` with a budget of bytes instead of a policy."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +12,7 @@ from zerojax.primitives import Kind
 from zerojax.units import parse_bytes
 
 
-def remat_within(fn: Callable, *, budget: float | str, prevent_cse: bool = True) -> Remat:
+def remat_within(fn: Callable, *, budget: float | str, prevent_cse: bool = True) -> "Remat":
     """Rematerialise a function within a budget of memory.
 
     Between its forward and its backward pass, a call keeps at most `budget` bytes in addition to its arguments. Within

@@ -1,7 +1,5 @@
 """Save, restore and verify the checkpoints of one directory, with the class `Checkpointer`."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os
@@ -329,7 +327,7 @@ class Checkpointer:
             self._lock.release()
             self._lock = None
 
-    def __enter__(self) -> Checkpointer:
+    def __enter__(self) -> "Checkpointer":
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:

@@ -3,8 +3,6 @@
 Before anything is read, all leaves and the optimizer of the checkpoint are compared with the wanted state's.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json
@@ -91,7 +89,7 @@ def restore(
 
 def read_state(
     folder: Path, manifest: Manifest, partial: bool | str, where: str, like: ZeroState | PyTree
-) -> tuple[Any, Match]:
+) -> "tuple[Any, Match]":
     """Read the state into the layout of `like`. Return the state, and the match of saved and wanted leaves."""
     leaves, is_state = state_leaves(like), isinstance(like, ZeroState)
     # The tree of a hand-written loop has no loss scale, and may have no step. With "params", `like` keeps its own.

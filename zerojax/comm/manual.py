@@ -5,8 +5,6 @@ bucket. The leaves of a bucket are packed as one array of shape `(shards, elemen
 from, shard i.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math
@@ -50,7 +48,7 @@ class ManualCollectives:
     # In the GPT benchmark on 8 x H200, compute hides 87% of the bytes with 32 MiB, and 96% with 128 MiB, a full layer.
     bucket_bytes: int = BUCKET_BYTES
     reduce_dtype: np.dtype | None = None
-    wire: Wire | None = None
+    wire: "Wire | None" = None
     defers: bool = False
     shared_bytes: int = 0
 
@@ -127,7 +125,7 @@ class ManualCollectives:
     def _buckets(self, arrays: Sequence[Array], leaves: Sequence[Leaf], exposed: bool) -> list[list[int]]:
         return buckets_of(arrays, leaves, self.bucket_bytes // 4 if exposed else self.bucket_bytes)
 
-    def _codec(self, leaf: Leaf, *, gathers: bool) -> Codec | None:
+    def _codec(self, leaf: Leaf, *, gathers: bool) -> "Codec | None":
         if self.wire is None:
             return None
         from zerojax.comm.quantised import codec_of

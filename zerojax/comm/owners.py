@@ -7,8 +7,6 @@ If there are fewer matrices than devices, each owner consists of several devices
 so they are in one host. Each has a slice of the owner's matrix, and the compiler divides the products among them.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
@@ -40,7 +38,7 @@ class Owners:
     within: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, mesh: Mesh, axes: tuple[str, ...], within: int) -> Owners:
+    def of(cls, mesh: Mesh, axes: tuple[str, ...], within: int) -> "Owners":
         """Return owners of `within` devices each. If `within` is more than 1, `axes` must be a single axis."""
         if within == 1:
             return cls(mesh, axes)

@@ -1,7 +1,5 @@
 """Divide further dims of a batch over mesh axes, such as the sequence, as the option `batch_spec` says."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
@@ -21,7 +19,7 @@ class BatchSpec:
     structure: Any
 
     @classmethod
-    def of(cls, given: Any) -> BatchSpec:
+    def of(cls, given: Any) -> "BatchSpec":
         """Convert a spec or a tree of specs to a `BatchSpec`. Raise a TypeError for anything else."""
         specs, structure = jax.tree.flatten(given, is_leaf=lambda x: is_spec(x) or x is None)
         for spec in specs:

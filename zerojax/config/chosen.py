@@ -1,7 +1,5 @@
 """The functions, shell patterns and masks by which options choose parameters."""
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import fnmatch
@@ -61,7 +59,7 @@ class LeafMask:
     option: str = "trainable"
 
     @classmethod
-    def of(cls, mask: Any, option: str = "trainable") -> LeafMask:
+    def of(cls, mask: Any, option: str = "trainable") -> "LeafMask":
         """Convert a tree of bools with the structure of the parameters."""
         leaves = jax.tree_util.tree_flatten_with_path(mask)[0]
         found = {path_of(path): x for path, x in leaves}

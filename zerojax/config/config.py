@@ -1,7 +1,5 @@
 """The configuration, which has the wrapped transformation and all options of `zero_shard`, checked once."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -60,13 +58,13 @@ class Config:
     prefetch: int = 1
     bucket_bytes: int = BUCKET_BYTES
     reshard_after_forward: bool = True
-    precision: Precision | None = None
+    precision: "Precision | None" = None
     trainable: Callable[[str, Any], bool] | None = None
     overwrite: Callable[[str, Any], bool] | None = None
     offload: Any = None  # `Offload`, which is defined above this package
-    batch_spec: BatchSpec | None = None
+    batch_spec: "BatchSpec | None" = None
     view: str = "global"
-    wire: Wire | None = None
+    wire: "Wire | None" = None
     matrix_updates: str = "auto"
     state: Any = None  # `Narrow`, which is defined above this package
 

@@ -1,7 +1,5 @@
 """The axes of a mesh that divide a batch and shard arrays, and their conversion to and from a `PartitionSpec`."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping
@@ -38,7 +36,7 @@ class DataMesh:
         shard_axes: tuple[str, ...] = (),
         params_axes: tuple[str, ...] = (),
         expert_axes: tuple[str, ...] = (),
-    ) -> DataMesh:
+    ) -> "DataMesh":
         """Return the axes for a ZeRO stage. `axes` divide the batch. `Tuning` and `zero_shard` describe the others."""
         # An axis of one device counts as an axis that shards. Otherwise gradients would be reduced over it.
         whole = tuple(axis for axis in axes if sizes[axis] == 1)

@@ -1,7 +1,5 @@
 """The options `Precision` and `DynamicScale`: the element types of a step, and the loss scale."""
 
-from __future__ import annotations
-
 import dataclasses
 import numbers
 import warnings
@@ -142,16 +140,16 @@ class Precision:
         object.__setattr__(self, "loss_scale", scale)
 
     @classmethod
-    def fp32(cls, **changes: Any) -> Precision:
+    def fp32(cls, **changes: Any) -> "Precision":
         """Return a `Precision` with float32 for every type. `changes` sets further fields."""
         return cls(**changes)
 
     @classmethod
-    def bf16(cls, **changes: Any) -> Precision:
+    def bf16(cls, **changes: Any) -> "Precision":
         """Return a `Precision` that computes in bfloat16, and sums and updates in float32. `changes` sets fields."""
         return cls(**{"compute": jnp.bfloat16, **changes})
 
     @classmethod
-    def fp16(cls, **changes: Any) -> Precision:
+    def fp16(cls, **changes: Any) -> "Precision":
         """Return a `Precision` that computes in float16 with a dynamic loss scale. `changes` sets further fields."""
         return cls(**{"compute": jnp.float16, "loss_scale": "dynamic", **changes})

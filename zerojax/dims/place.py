@@ -7,8 +7,6 @@ are permuted together with the rows. So if an elementwise operation combines a v
 the places of the value.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -34,7 +32,7 @@ class Place:
     outer: int = 1
     joined: bool = dataclasses.field(default=False, compare=False)
 
-    def to(self, dim: int) -> Place:
+    def to(self, dim: int) -> "Place":
         return dataclasses.replace(self, dim=dim)
 
     @property

@@ -13,8 +13,6 @@ References:
     Slowdown: arXiv 2507.03114, which measures 19% on average and 40% at most; large models are near the upper end.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import importlib.resources
@@ -67,7 +65,7 @@ class Topology:
     per_host: int
 
     @classmethod
-    def parse(cls, text: str) -> Topology:
+    def parse(cls, text: str) -> "Topology":
         """Parse `"h200:8"` (one host of eight GPUs), `"h200:64"` or `"h200:8x8"` (eight hosts of eight GPUs).
 
         A multiple of eight means hosts of eight GPUs. Any other number means one host.
@@ -184,7 +182,7 @@ class Device:
     slowdown: float = 0.0  # by what share of its time a product takes longer during a collective; 0 at peak rates
 
     @classmethod
-    def of(cls, topology: Topology) -> Device:
+    def of(cls, topology: Topology) -> "Device":
         """Return the GPU of a topology, at peak rates."""
         text = target_config(topology.kind)
         figure = lambda name: float(re.search(rf"\b{name}: ([\d.]+)", text)[1])  # pyright: ignore[reportOptionalSubscript]
@@ -245,7 +243,7 @@ class Rates:
     slowdown: float | None = None
 
     @classmethod
-    def parse(cls, given: Any) -> Rates:
+    def parse(cls, given: Any) -> "Rates":
         """Read rates from a mapping of the attributes, or from a file of `zerojax doctor --json`. None: usual rates."""
         if isinstance(given, Rates):
             return given

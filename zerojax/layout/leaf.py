@@ -9,8 +9,6 @@ flat         the leaf is flattened, padded and divided; used for small leaves, w
 A leaf without an evenly divisible dim is replicated if this costs little memory, so that padding is rare.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math
@@ -97,7 +95,7 @@ class Leaf:
     further: int = 1
     is_quantised: bool = False
     unquantised: str = dataclasses.field(default="", compare=False)
-    encoding: Encoding | None = None
+    encoding: "Encoding | None" = None
 
     @property
     def sent(self) -> str:
@@ -136,12 +134,12 @@ class Leaf:
             return self.local_shape
         return replace_at(self.local_shape, self.dim, self.local_shape[self.dim] // self.further)
 
-    def divided(self, axes: tuple[str, ...]) -> Leaf:
+    def divided(self, axes: tuple[str, ...]) -> "Leaf":
         """Return the layout of one shard of this leaf, divided over each of `axes` that does not divide it yet."""
         rest = tuple(axis for axis in axes if axis not in self.axes)
         return dataclasses.replace(self, shape=self.local_shape, axes=rest, shards=self.further, further=1)
 
-    def along_others(self, sizes: Mapping[str, int]) -> Leaf:
+    def along_others(self, sizes: Mapping[str, int]) -> "Leaf":
         """Return the layout of a device's slice of this leaf along `others`. `sizes` has the size of each mesh axis."""
         if self.kind == "flat" or not any(self.others):
             return self
@@ -149,7 +147,7 @@ class Leaf:
         shape = (*(size // n for size, n in zip(self.shape, parts, strict=False)), *self.shape[len(parts) :])
         return dataclasses.replace(self, shape=shape, others=())
 
-    def with_dims(self, dims: Iterable[int]) -> Leaf:
+    def with_dims(self, dims: Iterable[int]) -> "Leaf":
         """Return a leaf with only the given dims, in the given order. The sharded dim must be among them."""
         assert self.dim is not None
         dims, others = list(dims), [*self.others, *[None] * len(self.shape)]

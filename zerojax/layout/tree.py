@@ -1,7 +1,5 @@
 """Lay out a tree of parameters, and an optimizer state, by deciding which leaves are sharded, and along which dim."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math
@@ -64,7 +62,7 @@ class Layout(CachedHash):
         dtype = self.grads[i].dtype
         return "frozen" if has_gradient(dtype) else f"not trained: {dtype} has no gradient"
 
-    def trained_only(self) -> Layout:
+    def trained_only(self) -> "Layout":
         """Return the layout of the trained parameters. In the tree, `optax.MaskedNode()` replaces all other leaves."""
         if len(self.trained) == len(self.params):
             return self
@@ -96,10 +94,10 @@ def lay_out(
     params,
     policy: LayoutPolicy,
     *,
-    precision: Precision | None = None,
+    precision: "Precision | None" = None,
     trainable: Callable[[str, Any], bool] | None = None,
     overwrite: Callable[[str, Any], bool] | None = None,
-    wire: Wire | None = None,
+    wire: "Wire | None" = None,
     others: Sequence[tuple] = (),
     overwritten: Collection[int] = (),
 ) -> Layout:
@@ -176,7 +174,7 @@ def has_annotation(node: Any) -> bool:
     return hasattr(type(node), "get_partition_spec") or hasattr(type(node), "get_metadata")
 
 
-def types_of(path: str, x: Any, precision: Precision | None) -> tuple[Any, Any]:
+def types_of(path: str, x: Any, precision: "Precision | None") -> tuple[Any, Any]:
     """Return `(master, compute)`: the type in which a parameter is updated, and the type that the loss sees."""
     if precision is None or not jnp.issubdtype(x.dtype, jnp.floating):
         return x.dtype, x.dtype
@@ -226,7 +224,7 @@ def check_experts_named(layout: Layout) -> None:
         )
 
 
-def unquantised(wire: Wire, path: str, leaf: Leaf) -> str:
+def unquantised(wire: "Wire", path: str, leaf: Leaf) -> str:
     """Return the reason why collectives do not quantise a leaf, or an empty string if they quantise it."""
     if leaf.kind != "sharded" or not jnp.issubdtype(leaf.dtype, jnp.floating):
         return leaf.reason or f"{leaf.dtype} is no floating type"

@@ -11,8 +11,6 @@ References:
     Ahn et al. 2025, arXiv 2504.05295: orthonormalised updates that compute each matrix on one device.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math
@@ -178,7 +176,7 @@ def _choose(config: Config, whole: OwnedCores) -> tuple[OwnedCores, str]:
     return best[1], "owners share the others evenly"
 
 
-def _costs_of(core: Core, jaxpr: Any) -> tuple[Costs, bool]:
+def _costs_of(core: Core, jaxpr: Any) -> "tuple[Costs, bool]":
     """Return the costs of one item of `core`, and whether the sharded dim can be followed through its equations."""
     dims: list = [where.dim for _, where in core.arrays] + [None] * (len(core.small) + len(core.shared))
     found, whole = Costs(), Costs()
@@ -231,7 +229,7 @@ class Costs:
     def flops(self) -> float:
         return self.divided + self.repeated
 
-    def add(self, other: Costs, times: float = 1) -> None:
+    def add(self, other: "Costs", times: float = 1) -> None:
         self.divided += times * other.divided
         self.repeated += times * other.repeated
         self.summed += times * other.summed

@@ -3,8 +3,6 @@
 A plan is made once, before any array is placed. It is frozen and hashable, because it is static data in `ZeroState`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Mapping
@@ -42,7 +40,7 @@ class ShardingPlan(CachedHash):
     # the tree structure of the user's transformation's state, inside a `MasterState` if there are master weights
     state_def: jax.tree_util.PyTreeDef
     # for each leaf of the state, how the leaf is divided into offloaded chunks; None if the leaf stays on the device
-    chunkings: tuple[Chunking | None, ...]
+    chunkings: "tuple[Chunking | None, ...]"
     # the user's transformation, which checkpoints describe; equality of plans ignores it
     tx: optax.GradientTransformation = dataclasses.field(compare=False)
     matrices: str = ""  # a text that describes how matrices are updated; empty if the update multiplies none
@@ -57,17 +55,17 @@ class ShardingPlan(CachedHash):
     def update(self, config: Config, *, applies: bool) -> FlatUpdate:
         return FlatUpdate(config, self.trained, self.leaves, self.state_def, applies)
 
-    def analysis(self, config: Config) -> PlannedUpdate:
+    def analysis(self, config: Config) -> "PlannedUpdate":
         """Return the groups of a training step's update, and the matrices that owners compute."""
         from zerojax.optim.partition import planned_update
 
         return planned_update(self.update(config, applies=True))
 
     @functools.cached_property
-    def offloaded(self) -> dict[int, Chunking]:
+    def offloaded(self) -> "dict[int, Chunking]":
         return {k: chunking for k, chunking in enumerate(self.chunkings) if chunking is not None}
 
-    def along_others(self, sizes: Mapping[str, int]) -> ShardingPlan:
+    def along_others(self, sizes: Mapping[str, int]) -> "ShardingPlan":
         """Return the plan of a slice of the mesh that has only the data axes. `sizes` has the size of each axis."""
         pick = lambda leaves: tuple(leaf.along_others(sizes) for leaf in leaves)
         layout, trained = (

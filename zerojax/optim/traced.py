@@ -3,8 +3,6 @@
 A `Core` is the part of a leaf's update that needs the full leaf. `OwnedCores` are cores with equal programs.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -25,11 +23,11 @@ Read = tuple[str, int]
 class Equations:
     """A part of the equations of an update."""
 
-    whole: TracedUpdate
+    whole: "TracedUpdate"
     eqns: tuple[int, ...]  # the indices of the equations in `whole`
     jaxpr: Any  # the equations; they compute some of the update's results from the inputs in `reads`
     reads: tuple[Read, ...]  # the kind and index of each input, in order
-    owned: tuple[OwnedCores, ...] = ()  # the cores among these equations that owners compute
+    owned: "tuple[OwnedCores, ...]" = ()  # the cores among these equations that owners compute
 
     @functools.cached_property
     def key(self) -> tuple:
@@ -70,7 +68,7 @@ class TracedUpdate:
         return self.jaxpr.outvars[self.num_params :]
 
     def equations(
-        self, eqns: Sequence[int], reads: dict[Any, Read], outvars: Sequence, owned: Sequence[OwnedCores] = ()
+        self, eqns: Sequence[int], reads: dict[Any, Read], outvars: Sequence, owned: "Sequence[OwnedCores]" = ()
     ) -> Equations:
         """Return `eqns` as a program from `reads` to `outvars`. Keep the cores of `owned` that `eqns` contains."""
         jaxpr = compat.part_of(self.jaxpr, [self.jaxpr.eqns[e] for e in eqns], list(reads), outvars)
@@ -201,7 +199,7 @@ class OwnedCores:
     def leaf(self) -> Leaf:
         return self.cores[0].arrays[0][1]
 
-    def take(self, cores: Sequence[Core]) -> OwnedCores:
+    def take(self, cores: Sequence[Core]) -> "OwnedCores":
         """Return a copy with only the given `cores`, which must be some of `self.cores`."""
         counts = dict(zip((core.leaf for core in self.cores), self.counts, strict=True))
         return dataclasses.replace(self, cores=tuple(cores), counts=tuple(counts[core.leaf] for core in cores))

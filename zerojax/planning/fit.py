@@ -5,8 +5,6 @@ recomputation), communication, the update's memory traffic, and the transfers of
 and communication overlap, so only the slower of them counts. Other stages communicate after the backward pass.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import sys
@@ -74,7 +72,7 @@ class Candidate:
     seconds: float = math.inf
     verdict: str = ""
     memory: str | None = None
-    precision: Precision | None = None
+    precision: "Precision | None" = None
 
     @property
     def placement(self) -> str:
@@ -137,7 +135,7 @@ class SearchSpace:
     rows: Sequence[int] | None
     memory: int | None
     rates: Rates
-    precisions: Sequence[Precision | None] = (None,)
+    precisions: "Sequence[Precision | None]" = (None,)
     recompute: bool = False
     progress: bool = False
 
@@ -172,7 +170,7 @@ class SearchSpace:
             print(f"plan.fit: {text}", file=sys.stderr, flush=True)
 
     @property
-    def combinations(self) -> list[tuple[int, Offload | None, Precision | None]]:
+    def combinations(self) -> "list[tuple[int, Offload | None, Precision | None]]":
         """Return the valid combinations. Stage 0 has no offload, and only stage 3 offloads parameters."""
         return [
             (stage, offload, precision)

@@ -3,8 +3,6 @@
 `Reference` also measures how much rounding changes the results of these steps.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Sequence
@@ -149,7 +147,7 @@ class Reference:
     args: tuple
 
     @classmethod
-    def of(cls, step: Step, params: Any, mutable: Any, batch: Any, args: tuple) -> Reference:
+    def of(cls, step: Step, params: Any, mutable: Any, batch: Any, args: tuple) -> "Reference":
         """Make the reference of a training step from the step's arguments, which are copied to the host."""
         program, config = step.program, step.config
         given = to_host(ZeroTransformation.of(config).unshard(params))

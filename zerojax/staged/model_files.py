@@ -3,8 +3,6 @@
 With `Offload(host_bytes=)`, some chunks stay in host memory instead of files.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import os
@@ -127,7 +125,7 @@ class ModelFiles(StateFiles):
                 left -= spec.bytes
                 self._in_memory.add(index)
 
-    def given(self, types: Sequence[Any]) -> ModelFiles:
+    def given(self, types: Sequence[Any]) -> "ModelFiles":
         """Return new files, not used by any run yet, for the same parameters. Parameter k is stored in `types[k]`."""
         wide = {}
         for k in sorted(self._every):

@@ -1,7 +1,5 @@
 """Prepare the arguments of a loss: find, check, place and cast the batch, and pack all further arguments."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import inspect
@@ -178,7 +176,7 @@ def place_leaf(x: Any, sharding: NamedSharding) -> Any:
 
 
 @jax.named_scope(names.SHARDS)
-def cast_inputs(precision: Precision | None, batch: PyTree) -> Any:
+def cast_inputs(precision: "Precision | None", batch: PyTree) -> Any:
     """Cast the leaves of a batch to the types that the loss sees."""
     if precision is None:
         return batch

@@ -5,8 +5,6 @@ each device differentiates the loss of its own rows inside of a `shard_map`, as 
 different collectives.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
@@ -277,7 +275,7 @@ class ScalingState:
     weights_invalid: Bool[Array, ""]  # whether a step was skipped because weights were negative or summed to zero
 
 
-def init_scaling(precision: Precision | None, trained: int) -> ScalingState:
+def init_scaling(precision: "Precision | None", trained: int) -> ScalingState:
     """Return the `ScalingState` for step 0. `trained` is the number of trained parameters."""
     scale = None if precision is None else precision.loss_scale
     first = 1.0 if scale is None else getattr(scale, "initial", scale)  # a `DynamicScale`, or a number

@@ -10,8 +10,6 @@ is analysed to find how the value depends on the cotangent:
   step's cotangents have the same scale, so such a statistic must keep the scale, and is not changed either.
 """
 
-from __future__ import annotations
-
 import enum
 from collections.abc import Sequence
 from typing import Any
@@ -34,7 +32,7 @@ class Dependence(enum.IntEnum):
     OTHER = 3
 
     @classmethod
-    def joined(cls, kinds: Sequence[Dependence]) -> Dependence:
+    def joined(cls, kinds: "Sequence[Dependence]") -> "Dependence":
         """Return the kind of a value that is a sum of values with these `kinds`, or a selection among such values."""
         found = set(kinds) - {cls.ZERO}
         return cls.OTHER if len(found) > 1 else next(iter(found), cls.ZERO)

@@ -3,8 +3,6 @@
 `StagedFunction` runs other functions, such as an evaluation, forward only.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -150,7 +148,7 @@ class PlannedStep:
         stored = (shard := DiskShard(grad)).joined({chunk_id: files.load(*chunk_id) for chunk_id in shard.chunk_ids})
         return wait_if_simulated(self._config.mesh, unpadded(stored, grad.leaf).astype(self._plan.grads[k].dtype))
 
-    def _staged(self, stored: Mapping[int, Array], inputs: tuple) -> Traced:
+    def _staged(self, stored: Mapping[int, Array], inputs: tuple) -> "Traced":
         """Return the traced loss for `inputs = (mutable, batch, args)`. Trace once per signature of the inputs."""
         arrays = jax.eval_shape(functools.partial(self._inputs, number=0), *inputs)
         key = signature_of(arrays)
@@ -163,7 +161,7 @@ class PlannedStep:
 
     def _differentiated(
         self, files: ModelFiles, stored: Mapping[int, Array], inputs: tuple, scale: Any
-    ) -> tuple[LossAndGrads, tuple[dict, dict]]:
+    ) -> "tuple[LossAndGrads, tuple[dict, dict]]":
         """Differentiate the loss in every microbatch. Also return `ChunkGradients.scalars` of the gradients in files.
 
         `stored` has the parameters that are on the devices, by index, and `inputs` are `(mutable, batch, args)`.
@@ -228,7 +226,7 @@ class PlannedStep:
         return [x if x is None else total + x.astype(total.dtype) for total, x in zip(sums, grads, strict=True)]
 
     def _finished(
-        self, state: ZeroState, stored: Mapping, found: LossAndGrads, squares: Mapping, cuts: Sequence, whole: Mapping
+        self, state: ZeroState, stored: Mapping, found: "LossAndGrads", squares: Mapping, cuts: Sequence, whole: Mapping
     ) -> tuple[ZeroState, dict, StreamedInputs]:
         """Finish the step, except the update of files; see `StepProgram.finished`. Traced under jit.
 

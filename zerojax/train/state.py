@@ -1,7 +1,5 @@
 """The state of a run, which a training step takes and returns, and its creation."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Sequence
@@ -69,19 +67,19 @@ class ZeroState:
         return "\n".join([f"ZeroState({over})", *rows])
 
     @classmethod
-    def shardings(cls, config: Config, plan: ShardingPlan) -> ZeroState:
+    def shardings(cls, config: Config, plan: ShardingPlan) -> "ZeroState":
         """Return a `ZeroState` of `NamedSharding`s. A field with only replicated leaves has one sharding."""
         same = replicated(config.mesh)
         params = sharding_tree(config, plan.layout.treedef, plan.layout.params)
         return cls(same, params, state_shardings(config, plan), same, same, plan)  # pyright: ignore[reportArgumentType]
 
-    def reset_skips(self) -> ZeroState:
+    def reset_skips(self) -> "ZeroState":
         """Return a copy without the record of skipped steps, to continue after an error. Keep the loss scale."""
         record = ("skips", "nonfinite", "weights_invalid")
         zeros = {name: jnp.zeros_like(getattr(self.scaling, name)) for name in record}
         return self.replace(scaling=dataclasses.replace(self.scaling, **zeros))
 
-    def replace(self, **changes: Any) -> ZeroState:
+    def replace(self, **changes: Any) -> "ZeroState":
         """Return a copy with some fields replaced.
 
         Args:

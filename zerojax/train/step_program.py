@@ -1,7 +1,5 @@
 """The traced functions of a training step for gradients, update and metrics, and their compilation."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
@@ -148,7 +146,7 @@ class StepProgram:
         return self.finished(state, done, resident)
 
     def finished(
-        self, state: ZeroState, done: Differentiated, resident: ResidentResults
+        self, state: ZeroState, done: "Differentiated", resident: ResidentResults
     ) -> tuple[ZeroState, dict, StreamedInputs]:
         """Return the results of `resident_step`. The update of a skipped step is undone. Arrays in files are None."""
         config, plan = self.config, state.plan
@@ -171,7 +169,7 @@ class StepProgram:
             step = state.step + jnp.where(done.skipped, 0, 1)
         return ZeroState(step, None, None, done.scaling, mutable, plan), metrics, inputs
 
-    def _gradients(self, state: ZeroState, batch: Any, args: tuple) -> Differentiated:
+    def _gradients(self, state: ZeroState, batch: Any, args: tuple) -> "Differentiated":
         """Differentiate the loss, and decide whether the step is skipped."""
         config, plan, scaling = self.config, state.plan, state.scaling
         check_params(config, plan, state.params)
@@ -199,7 +197,7 @@ class StepProgram:
         return new, new.skips > 0
 
     @jax.named_scope(names.GRAD_NORM)
-    def metrics(self, state: ZeroState, done: Differentiated, opt_state: Any) -> dict:
+    def metrics(self, state: ZeroState, done: "Differentiated", opt_state: Any) -> dict:
         """Return the step's metrics. `opt_state` is the updated optimizer state, even if the step will be skipped."""
         gradients = done.gradients
         metrics = {"loss": gradients.loss, "grad_norm": jnp.sqrt(gradients.squares.sum()), "skipped": done.skipped}
@@ -313,5 +311,5 @@ class JittedStep:
     def lower_update(self, state: ZeroState) -> list[Any]:
         return []
 
-    def with_loss(self, loss: Loss) -> JittedStep:
+    def with_loss(self, loss: Loss) -> "JittedStep":
         return JittedStep(dataclasses.replace(self.program, loss=loss))

@@ -3,8 +3,6 @@
 The first program does everything except the update of offloaded state. Then `zerojax.streaming` runs this update.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -69,7 +67,7 @@ class StreamedStep(JittedStep):
             return []
         return on_auto_mesh(self.program.config.user_mesh, self.updates(state.plan).lower)
 
-    def with_loss(self, loss: Loss) -> StreamedStep:
+    def with_loss(self, loss: Loss) -> "StreamedStep":
         """Return an executor of the same step with another loss function, and with the same update."""
         return StreamedStep(dataclasses.replace(self.program, loss=loss), self.updates)
 
