@@ -124,7 +124,7 @@ def name_of(eqn) -> str:
         return eqn.primitive.name
     from zerojax import internals
 
-    return internals.replaced_by(type(eqn.params["_prim"])) or eqn.primitive.name
+    return internals.replaced_primitives().get(type(eqn.params["_prim"])) or eqn.primitive.name
 
 
 def params_of(eqn) -> dict:

@@ -174,7 +174,13 @@ class Placement:
         if self._rows is None:
             self._rows = -(-rows // parts) * parts if self._pads else rows
         if rows < self._rows and (not rows or rows % parts) and not self._pads:
-            return self._drop(rows, parts)
+            self._lost += rows
+            if rows:
+                lost = (
+                    f"a batch of {rows} rows, which {parts} devices times microbatches do not divide: {self._lost} rows"
+                )
+                warnings.warn(f'shard_batches dropped {lost} so far. Give remainder="pad" to use them.', stacklevel=3)
+            return None
         if self._pads:
             if rows > self._rows:
                 raise ValueError(
@@ -186,12 +192,6 @@ class Placement:
         compares = is_first and self.processes == 1  # `place_leaf` compares the batches of the processes
         put = place_leaf if compares else self._put
         return jax.tree.map(put, arrays, batch_shardings(self._config, self._config.user_mesh, shapes))
-
-    def _drop(self, rows: int, parts: int) -> None:
-        self._lost += rows
-        if rows:
-            found = f"a batch of {rows} rows, which {parts} devices times microbatches do not divide: {self._lost} rows"
-            warnings.warn(f'shard_batches dropped {found} so far. Give remainder="pad" to use them.', stacklevel=4)
 
     def _put(self, x: Any, sharding: NamedSharding) -> jax.Array:
         if self.processes > 1:

@@ -27,7 +27,7 @@ def host_buffer(shape: Sequence[int], dtype) -> Any:
 
 
 @functools.cache
-def _replaced() -> dict[type, str]:
+def replaced_primitives() -> dict[type, str]:
     """Map each class of `HiPrim` to the name of the primitive that it replaces. Older versions of JAX lack some."""
     from jax._src import ad_checkpoint, hijax
 
@@ -39,11 +39,6 @@ def _replaced() -> dict[type, str]:
         (hijax, "CustomVJPTraced"): "custom_vjp_call",
     }
     return {getattr(module, name): of for (module, name), of in classes.items() if hasattr(module, name)}
-
-
-def replaced_by(kind: type) -> str | None:
-    """Return the name of the primitive that a class of `HiPrim` replaces, or None for a class of another library."""
-    return _replaced().get(kind)
 
 
 # Functions that sum an expression over the leaves of a tree, by module. Zeros in a leaf do not change the sum.

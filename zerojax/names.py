@@ -118,12 +118,6 @@ def with_scopes(eqn, scopes: Sequence) -> Any:
     return eqn.replace(source_info=info.replace(name_stack=type(info.name_stack)(tuple(scopes))))
 
 
-def joined_scopes(scopes: Sequence) -> Any:
-    """Join name scopes into one scope, and their names with "+"."""
-    first, *others = scopes
-    return type(first)("+".join(scope.name for scope in scopes)) if others else first
-
-
 def inside_call(eqn) -> Any:
     """Enter the name scope that JAX gives to the body of a call or a remat, to evaluate the body in place."""
     if compat.is_remat(eqn):

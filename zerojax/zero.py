@@ -1,7 +1,5 @@
 """Define `zero_shard`, and the `ZeroTransformation` that it returns, which creates states and training steps."""
 
-from __future__ import annotations
-
 import functools
 import os
 from collections.abc import Callable, Mapping
@@ -34,18 +32,18 @@ def zero_shard(
     stage: Literal[0, 1, 2, 3],
     mesh: Mesh | None = None,
     axis: str | tuple[str, ...] = "data",
-    precision: Precision | None = None,
+    precision: "Precision | None" = None,
     trainable: Callable[[str, Any], bool] | Any = None,
-    offload: Offload | None = None,
+    offload: "Offload | None" = None,
     view: Literal["global", "device"] = "global",
-    tuning: Tuning | None = None,
-    wire: Wire | None = None,
+    tuning: "Tuning | None" = None,
+    wire: "Wire | None" = None,
     batch_spec: Any = None,
     expert_axis: str | tuple[str, ...] | None = None,
     overwrite: Callable[[str, Any], bool] | Any = None,
-    state: Narrow | None = None,
+    state: "Narrow | None" = None,
     **unknown: Never,
-) -> ZeroTransformation:
+) -> "ZeroTransformation":
     """Shard an optax transformation, and the training around it, over mesh axes.
 
     Args:
@@ -127,7 +125,7 @@ def zero_shard(
     return ZeroTransformation.of(config)
 
 
-def _fields_of(tuning: Tuning | None) -> dict[str, Any]:
+def _fields_of(tuning: "Tuning | None") -> dict[str, Any]:
     if tuning is None:
         return {}
     from zerojax.config.tuning import fields_of
@@ -143,7 +141,7 @@ def _predicate(chosen: Any, option: str) -> Any:
     return stored_mask(chosen, option)
 
 
-def _batch_spec(given: Any) -> BatchSpec | None:
+def _batch_spec(given: Any) -> "BatchSpec | None":
     if given is None:
         return None
     from zerojax.config.batch_dims import BatchSpec
@@ -155,7 +153,7 @@ class ZeroTransformation(TreeTransformation):
     """A transformation that optax accepts like its own, and that shards parameters, gradients and its own state."""
 
     @classmethod
-    def of(cls, config: Config) -> ZeroTransformation:
+    def of(cls, config: Config) -> "ZeroTransformation":
         # The partials contain `config`, so an object that pickle rebuilds from `init` and `update` has `config`, too.
         return cls(functools.partial(init, config), functools.partial(update, config))
 

@@ -232,8 +232,8 @@ def test_what_a_configuration_derives_from_stage_and_options():
     narrow = Precision.bf16()
     assert [config(stage).stores_compute_dtype for stage in range(4)] == [True, True, True, False]
     assert all(config(**options).stores_compute_dtype for options in ({"offload": HOST}, {"params_axis": ("gpu",)}))
-    assert (config(offload=BOTH).params_on_host, config(offload=HOST).params_on_host) == (True, False)
-    assert not config().params_on_host
+    on_host = [config(**options).layout_policy.params_on_host for options in ({"offload": BOTH}, {"offload": HOST}, {})]
+    assert on_host == [True, False, False]
     assert config(2, precision=narrow).has_master_weights
     assert not config(3, precision=narrow).has_master_weights
     assert not config(2, precision=Precision()).has_master_weights

@@ -12,8 +12,7 @@ import pytest
 from conftest import mesh_of
 from test_rules import W, reading
 
-from zerojax import Tuning, block, compat, names, signatures, zero_shard
-from zerojax.train.checked import nested
+from zerojax import Tuning, block, compat, jaxprs, names, signatures, zero_shard
 
 WIDTH, LAYERS = 16, 5
 PARAMS = {f"layer_{i}": jax.random.normal(jax.random.key(i), (WIDTH, WIDTH)) / 4 for i in range(LAYERS)}
@@ -49,7 +48,7 @@ def test_what_is_alike_is_one_program(view, around, scale_of, uses):
     loss = loss_of(scale_of, around)
     tx = zero_shard(optax.sgd(1e-2), stage=3, mesh=mesh_of(8), tuning=Tuning(persist_below=0), view=view)
     grad, shards = tx.value_and_grad(loss), tx.shard(PARAMS)
-    equations = [eqn for inner in nested(jax.make_jaxpr(grad)(shards, ROWS).jaxpr) for eqn in inner.eqns]
+    equations = [*jaxprs.equations(jax.make_jaxpr(grad)(shards, ROWS).jaxpr)]
     for name in ("_run", "_pull"):
         bodies = Counter(id(eqn.params["jaxpr"]) for eqn in equations if eqn.params.get("name") == name)
         assert sorted(bodies.values()) == uses

@@ -12,8 +12,7 @@ from conftest import mesh_of, quick_or_slow
 from models import awkward_batches, awkward_loss, awkward_params, floats_only
 from parity import assert_parity, train_plain
 
-from zerojax import Precision, Tuning, collectives, zero_shard
-from zerojax.train.checked import nested
+from zerojax import Precision, Tuning, collectives, jaxprs, zero_shard
 
 STEPS = 3
 
@@ -299,7 +298,7 @@ def test_products_of_a_float32_batch_run_in_the_compute_type(stage, options, pro
     batch = {"x": jnp.ones((16, 16)), "labels": jnp.arange(16), "weight": jnp.ones(16)}
     params = tx.shard(model.init(jax.random.key(0), batch["x"]))
     traced = jax.make_jaxpr(tx.value_and_grad(loss, **changes))(params, batch)
-    found = [eqn for inner in nested(traced.jaxpr) for eqn in inner.eqns if eqn.primitive.name == "dot_general"]
+    found = [eqn for eqn in jaxprs.equations(traced.jaxpr) if eqn.primitive.name == "dot_general"]
     assert len(found) >= 4
     assert {x.aval.dtype.name for eqn in found for x in eqn.invars} == products
     assert (seen["labels"], seen["weight"]) == (jnp.int32, jnp.float32)

@@ -211,7 +211,6 @@ class Blocks:
 
 
 def _opened_body(eqn: Any) -> tuple[Any, Sequence]:
-    """Return the jaxpr that a loop or a call runs, and its constants."""
     loop = compat.loop_of(eqn)
     return compat.opened(compat.called(eqn) if loop is None else loop.body)
 

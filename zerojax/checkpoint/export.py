@@ -150,18 +150,6 @@ def read_logical(folder: Path, saved: SavedLeaf, index: tuple[int, ...]) -> np.n
     return arrays.read_part(folder, saved, leaf, box).reshape(shape)
 
 
-def tensors_of(sources: list[TensorSource], mapping: Names | None, dtype: Any) -> list[Tensor]:
-    resolved = resolve(mapping, [(one.path, one.shape) for one in sources])
-    if METADATA in resolved.tensors:
-        raise ValueError(
-            f"A tensor would be named {METADATA!r}, under which a file of safetensors keeps its metadata, so nothing "
-            f"could read the file. Rename the parameter, or give mapping= with another name for it."
-        )
-    if resolved.problems:
-        raise ValueError(f"The mapping does not fit these parameters:{listed(resolved.problems)}")
-    return [tensor_of(name, sections, sources, dtype) for name, sections in resolved.tensors.items()]
-
-
 def tensor_of(name: str, sections: list[Section], sources: list[TensorSource], wanted: Any) -> Tensor:
     """Return the tensor `name` to write. A floating tensor is cast to `wanted`, unless `wanted` is None."""
     common, *others = [sources[one.leaf].dtype for one in sections]
@@ -230,7 +218,15 @@ def write_sources(
 ) -> list[Path]:
     """Write leaves into a temporary folder, and rename the complete folder. Only the first process writes."""
     file_bytes = parse_bytes("file_bytes", file_bytes, least=1)
-    tensors = tensors_of(sources, mapping, dtype)
+    resolved = resolve(mapping, [(one.path, one.shape) for one in sources])
+    if METADATA in resolved.tensors:
+        raise ValueError(
+            f"A tensor would be named {METADATA!r}, under which a file of safetensors keeps its metadata, so nothing "
+            f"could read the file. Rename the parameter, or give mapping= with another name for it."
+        )
+    if resolved.problems:
+        raise ValueError(f"The mapping does not fit these parameters:{listed(resolved.problems)}")
+    tensors = [tensor_of(name, sections, sources, dtype) for name, sections in resolved.tensors.items()]
     if jax.process_index() > 0:
         for tensor in tensors:
             tensor.fetch()

@@ -137,10 +137,6 @@ def _evaluate(*args: Any, jaxpr: Any) -> list:
     return jaxprs.run(jaxpr, (), *args)
 
 
-def _abstract(*_: Any, jaxpr: Any) -> tuple[list, Any]:
-    return [atom.aval for atom in jaxpr.outvars], jaxpr.effects
-
-
 def _differentiated(primals: Sequence, tangents: Sequence, *, jaxpr: Any) -> tuple[list, list]:
     moving = [i for i, tangent in enumerate(tangents) if not isinstance(tangent, ad.Zero)]
 
@@ -158,7 +154,7 @@ def _batched(args: Sequence, dims: Sequence, *, jaxpr: Any) -> tuple[list, list]
 mapped_p = Primitive(MAPPED)
 mapped_p.multiple_results = True
 mapped_p.def_impl(_evaluate)
-mapped_p.def_effectful_abstract_eval(_abstract)
+mapped_p.def_effectful_abstract_eval(lambda *_, jaxpr: ([atom.aval for atom in jaxpr.outvars], jaxpr.effects))
 ad.primitive_jvps[mapped_p] = _differentiated
 batching.primitive_batchers[mapped_p] = _batched
 # JAX calls this rule if a value has a hijax type. The plain `shard_map` lowers such values.

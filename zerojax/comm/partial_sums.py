@@ -111,7 +111,8 @@ def evaluate_backward(
             body_rows = into_loop(follower, loop, row_dims_of(eqn.invars, found))
             inside = lambda args, grads: evaluate_backward(loop.body, args, in_body, grads=grads, rows=body_rows)
             return _loop(eqn, loop, values, wanted, inside, workers)
-        if out in only_grads and _sums(eqn):
+        is_sum = jaxprs.facts(eqn).kind is Kind.PRODUCT or eqn.primitive.name in ("reduce_sum", "scatter-add")
+        if out in only_grads and is_sum:
             row_dims = row_dims_of(eqn.invars, found)
             if (divided := _divided(eqn, row_dims, found[out], zeros, workers)) is not None:
                 return [PartialSum(sum_per_worker(eqn, divided, values, how))]
@@ -229,10 +230,6 @@ def _only_of(jaxpr: Any, grads: Sequence[int], has_rows: Callable[[Any], bool] =
         if all(linear) and all(is_found(out) for use, _ in uses.get(var, ()) for out in use.outvars):
             found.add(var)
     return found
-
-
-def _sums(eqn) -> bool:
-    return jaxprs.facts(eqn).kind is Kind.PRODUCT or eqn.primitive.name in ("reduce_sum", "scatter-add")
 
 
 def _linear(eqn, values: Sequence) -> list:

@@ -7,18 +7,3 @@ that choose parameters have their own files, and `Offload` is in `zerojax.offloa
 from zerojax.config.checks import check_count, check_flag, check_word, path_of
 from zerojax.config.config import BUCKET_BYTES, PERSIST_BELOW, STAGES, Config, with_auto_axes
 from zerojax.config.data_mesh import DataMesh, LayoutPolicy, resolve_axes
-
-__all__ = [
-    "BUCKET_BYTES",
-    "PERSIST_BELOW",
-    "STAGES",
-    "Config",
-    "DataMesh",
-    "LayoutPolicy",
-    "check_count",
-    "check_flag",
-    "check_word",
-    "path_of",
-    "resolve_axes",
-    "with_auto_axes",
-]

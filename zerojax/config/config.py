@@ -148,10 +148,6 @@ class Config:
         return self.stage < 3 or self.offload is not None or bool(self.params_axis) or has_narrow_masters
 
     @property
-    def params_on_host(self) -> bool:
-        return self.offload is not None and self.offload.params == "host"
-
-    @property
     def params_on_disk(self) -> bool:
         return self.offload is not None and self.offload.params == "disk"
 
@@ -179,7 +175,8 @@ class Config:
 
     @functools.cached_property
     def layout_policy(self) -> LayoutPolicy:
-        options = self.stores_compute_dtype, self.params_on_host, self.state is not None
+        params_on_host = self.offload is not None and self.offload.params == "host"
+        options = self.stores_compute_dtype, params_on_host, self.state is not None
         return LayoutPolicy(self.stage, self.data, self.persist_below, *options)
 
 

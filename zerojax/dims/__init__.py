@@ -20,5 +20,3 @@ declared   defines `zerojax.rows`, which declares a place
 
 from zerojax.dims.follow import Follower
 from zerojax.dims.place import NOWHERE, UNKNOWN, Context, Place, Places, RowDims, fits, on_dim, row_dims_of
-
-__all__ = ["NOWHERE", "UNKNOWN", "Context", "Follower", "Place", "Places", "RowDims", "fits", "on_dim", "row_dims_of"]

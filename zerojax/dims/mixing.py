@@ -160,17 +160,9 @@ def decomposition_rule(eqn: Any, row_dims: Sequence[RowDims], context: Context) 
     return [rows] * len(eqn.outvars)
 
 
-def keys_rule(eqn: Any, row_dims: Sequence[RowDims], context: Context) -> RowDims:
-    return batched(_of_arrays(eqn, row_dims), len(eqn.outvars[0].aval.shape))
-
-
 def attention_rule(eqn: Any, row_dims: Sequence[RowDims], context: Context) -> RowDims:
     """Find the followed dim after fused attention. Dim 0 of every operand and result is a batch dim."""
     return batched(_of_arrays(eqn, row_dims), 1)
-
-
-def fft_rule(eqn: Any, row_dims: Sequence[RowDims], context: Context) -> RowDims:
-    return batched(row_dims[0], len(eqn.invars[0].aval.shape) - len(eqn.params["fft_lengths"]))
 
 
 def bitcast_rule(eqn: Any, row_dims: Sequence[RowDims], context: Context) -> RowDims:
@@ -181,14 +173,14 @@ def bitcast_rule(eqn: Any, row_dims: Sequence[RowDims], context: Context) -> Row
 RULES: dict[str, PlaceRule] = {
     **dict.fromkeys(of_kind(Kind.ALONG), along_rule),
     **dict.fromkeys(of_kind(Kind.DECOMPOSITION), decomposition_rule),
-    **dict.fromkeys(of_kind(Kind.KEYS), keys_rule),
+    **dict.fromkeys(of_kind(Kind.KEYS), lambda eqn, rows, _: batched(_of_arrays(eqn, rows), eqn.outvars[0].aval.ndim)),
     **dict.fromkeys(of_kind(Kind.WINDOW), window_rule),
     "bitcast_convert_type": bitcast_rule,
     "concatenate": concatenate_rule,
     "conv_general_dilated": convolution_rule,
     "dot_product_attention_bwd_wrapper": attention_rule,
     "dot_product_attention_fwd_wrapper": attention_rule,
-    "fft": fft_rule,
+    "fft": lambda eqn, rows, _: batched(rows[0], eqn.invars[0].aval.ndim - len(eqn.params["fft_lengths"])),
     "pad": pad_rule,
     "rev": along_rule,
     "slice": slice_rule,

@@ -42,10 +42,6 @@ def reshape_rule(eqn: Any, row_dims: Sequence[RowDims], context: Context) -> Row
     return reshaped(rows, old, eqn.outvars[0].aval.shape, context.count)
 
 
-def transpose_rule(eqn: Any, row_dims: Sequence[RowDims], context: Context) -> RowDims:
-    return renumbered(row_dims[0], np.argsort(eqn.params["permutation"]).tolist())
-
-
 def without(dims: Sequence[int], ndim: int) -> list[int | None]:
     """Return the new index of each of `ndim` dims after `dims` are removed, or None for a removed dim."""
     gone = {int(dim) for dim in dims}
@@ -60,17 +56,9 @@ def reduction_rule(eqn: Any, row_dims: Sequence[RowDims], context: Context) -> R
     return [renumbered(rows, without(axes, len(eqn.invars[0].aval.shape)))] * results
 
 
-def squeeze_rule(eqn: Any, row_dims: Sequence[RowDims], context: Context) -> RowDims:
-    return renumbered(row_dims[0], without(eqn.params["dimensions"], len(eqn.invars[0].aval.shape)))
-
-
 def free_dims(eqn: Any) -> list[list[int]]:
     contracted, batch = eqn.params["dimension_numbers"]
     return [[d for d in range(len(eqn.invars[n].aval.shape)) if d not in (*contracted[n], *batch[n])] for n in (0, 1)]
-
-
-def dot_rule(eqn: Any, row_dims: Sequence[RowDims], context: Context) -> RowDims:
-    return product(eqn, row_dims, agree)
 
 
 def product(eqn: Any, row_dims: Sequence[RowDims], agree: Callable[[Places, Places, int, int], bool]) -> RowDims:
@@ -135,8 +123,8 @@ RULES: dict[str, PlaceRule] = {
     **dict.fromkeys(of_kind(Kind.IDENTITY) - {ROWS}, lambda eqn, row_dims, context: list(row_dims)),
     **dict.fromkeys(of_kind(Kind.REDUCTION), reduction_rule),
     "broadcast_in_dim": broadcast_rule,
-    "dot_general": dot_rule,
+    "dot_general": lambda eqn, row_dims, _: product(eqn, row_dims, agree),
     "reshape": reshape_rule,
-    "squeeze": squeeze_rule,
-    "transpose": transpose_rule,
+    "squeeze": lambda eqn, rows, _: renumbered(rows[0], without(eqn.params["dimensions"], eqn.invars[0].aval.ndim)),
+    "transpose": lambda eqn, rows, _: renumbered(rows[0], np.argsort(eqn.params["permutation"]).tolist()),
 }

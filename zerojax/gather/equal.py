@@ -74,4 +74,5 @@ def _differing(stacks: Sequence[tuple]) -> int:
 def _joined(paths: Sequence[tuple]) -> tuple:
     """Join paths of scopes into one. A segment may begin in one layer and end in another: `Layer_0+Layer_1`."""
     depths = itertools.zip_longest(*dict.fromkeys(paths))
-    return tuple(names.joined_scopes([scope for scope in dict.fromkeys(same) if scope]) for same in depths)
+    scopes = [[scope for scope in dict.fromkeys(same) if scope] for same in depths]
+    return tuple(same[0] if len(same) == 1 else type(same[0])("+".join(one.name for one in same)) for same in scopes)

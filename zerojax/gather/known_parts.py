@@ -37,7 +37,6 @@ def _parts(eqn: Any, known: Set) -> list:
 
 
 def _is_cheap(eqn: Any) -> bool:
-    """Return whether an equation is cheap to compute again from a parameter."""
     facts = jaxprs.facts(eqn)
     return not eqn.effects and (facts.elementwise or facts.is_view or facts.kind is Kind.LAYOUT)
 

@@ -139,7 +139,11 @@ def _inside(eqn: Any, values: Sequence, dims: Mapping) -> Sequence | None:
         found = request.bind(values)
         by_row += range(len(operands), len(operands) + len(found)) if any(batched) else ()
         operands += found
-    run, read = _without_unread(closed)
+    # A body that takes a narrow weight no longer reads the parameter, which would be gathered if it stayed an argument.
+    jaxpr, consts = compat.opened(closed)
+    _, reads = jaxprs.needed_for(jaxpr.eqns, jaxpr.outvars)
+    read = [i for i, v in enumerate(jaxpr.invars) if v in reads]
+    run = function_of(jaxpr, consts, [jaxpr.invars[i] for i in read], jaxpr.outvars)
     args = [operands[i] for i in read]
     if is_remat:
         return jaxprs.evaluate_remat(eqn, args, lambda _, __, values: run(*values))
@@ -148,17 +152,6 @@ def _inside(eqn: Any, values: Sequence, dims: Mapping) -> Sequence | None:
     named = lambda *args: run(*args)
     named.__name__ = names.BLOCK
     return jax.jit(named)(*args)
-
-
-def _without_unread(closed: Any) -> tuple[Any, list[int]]:
-    """Return `closed` as a function of only the arguments that it reads, and the indices of these arguments.
-
-    A body that takes a narrow weight no longer reads the parameter, which would be gathered if it stayed an argument.
-    """
-    jaxpr, consts = compat.opened(closed)
-    _, reads = jaxprs.needed_for(jaxpr.eqns, jaxpr.outvars)
-    read = [i for i, v in enumerate(jaxpr.invars) if v in reads]
-    return function_of(jaxpr, consts, [jaxpr.invars[i] for i in read], jaxpr.outvars), read
 
 
 def _scan(loop: Any, run: Any, read: Sequence[int], given: Sequence, by_row: Sequence[int]) -> list:

@@ -91,7 +91,8 @@ def tiled(fn: Callable, *, tiles: int) -> Callable:
 
             split = tuple(split_positions(x, count) for x in arrays)
             _, results = lax.scan(lambda _, tile: (None, of_tile(wide, tile)), None, split)
-            return jax.tree.map(lambda x: joined_positions(x, positions), results)
+            joined = lambda x: jnp.moveaxis(x, 0, 2).reshape(x.shape[1], -1, *x.shape[3:])[:, :positions]
+            return jax.tree.map(joined, results)
 
         return block(over_tiles)(params, *arrays)
 
@@ -134,7 +135,3 @@ def split_positions(x: Array, tiles: int) -> Shaped[Array, "tiles rows extent ..
     padding = [(0, 0), (0, -x.shape[1] % tiles), *[(0, 0)] * (x.ndim - 2)]
     x = jnp.pad(x, padding, mode="edge") if padding[1][1] else x
     return jnp.moveaxis(x.reshape(x.shape[0], -1, tiles, *x.shape[2:]), 2, 0)
-
-
-def joined_positions(x: Shaped[Array, "tiles rows extent ..."], positions: int) -> Array:
-    return jnp.moveaxis(x, 0, 2).reshape(x.shape[1], -1, *x.shape[3:])[:, :positions]

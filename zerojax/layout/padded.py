@@ -83,7 +83,6 @@ class Padded(PaddedNode):
 
     @property
     def size(self) -> int:
-        """Return the number of elements of the logical array."""
         return math.prod(self.shape)
 
     def logical(self) -> Shaped[Array, "*logical"]:

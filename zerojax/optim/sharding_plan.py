@@ -79,9 +79,18 @@ class ShardingPlan(CachedHash):
 
     def __str__(self) -> str:
         """Return a line with stage and axes, then one line per leaf with its type, logical shape and layout."""
-        from zerojax.optim.plan_text import text_of
-
-        return text_of(self)
+        layout, sent = self.layout, lambda leaf: f", {leaf.sent}" if leaf.sent else ""
+        rows = []
+        for i, leaf in enumerate(layout.params):
+            why = layout.why_not_trained(i)
+            rows.append(("params", leaf, sent(leaf) + (f", {why}" if why not in leaf.reason else "")))
+        rows += [("grads", leaf, sent(leaf)) for leaf in self.grads]
+        chunks = [f", offloaded in {len(x.extents)} chunks" if x else "" for x in self.chunkings]
+        rows += [("opt_state", leaf, more) for leaf, more in zip(self.state, chunks, strict=True)]
+        data = layout.policy.data
+        title = f"stage {layout.policy.stage} over {data.in_words()}, {data.workers} workers"
+        lines = (f"{part}{leaf.path}  {leaf}{more}" for part, leaf, more in rows)
+        return "\n".join([title, *lines, *self.update_in_words])
 
     @property
     def update_in_words(self) -> list[str]:

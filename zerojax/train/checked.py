@@ -4,7 +4,7 @@ The losses of the parts of a batch must combine to the loss of the whole batch. 
 microbatch, must draw different random numbers, and a loss must not divide rows over the devices itself.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -94,16 +94,17 @@ def checked_loss(fn: Callable, manual: Sequence[str]) -> Callable:
 
 def check_code(jaxpr: Any, manual: frozenset[str]) -> None:
     """Raise a ValueError if the jaxpr of a loss contains code that `checked_loss` does not allow."""
-    for inner in nested(jaxpr):
-        check_keys(inner)
-        for eqn in inner.eqns:
-            sharding = eqn.params.get("sharding") if eqn.primitive.name == "sharding_constraint" else None
-            if isinstance(sharding, NamedSharding) and manual.intersection(axes_of(sharding.spec)):
-                raise ValueError(
-                    f"The loss function divides rows over a mesh axis at {compat.line_of(eqn)}. In device view, each "
-                    f'device already has only its own rows. Pass view="global" to zero_shard: then the loss sees all '
-                    f"rows."
-                )
+    check_keys(jaxpr)
+    for eqn in jaxpr.eqns:
+        sharding = eqn.params.get("sharding") if eqn.primitive.name == "sharding_constraint" else None
+        if isinstance(sharding, NamedSharding) and manual.intersection(axes_of(sharding.spec)):
+            raise ValueError(
+                f"The loss function divides rows over a mesh axis at {compat.line_of(eqn)}. In device view, each "
+                f'device already has only its own rows. Pass view="global" to zero_shard: then the loss sees all rows.'
+            )
+    for eqn in jaxprs.alive(jaxpr):
+        for inner in compat.inner_jaxprs(eqn):
+            check_code(inner, manual)
 
 
 def check_keys(jaxpr: Any) -> None:
@@ -122,14 +123,6 @@ def check_keys(jaxpr: Any) -> None:
                 f"The loss function makes a key of a constant at {compat.line_of(eqn)}, {same}"
                 "Pass the key as a further argument of the loss. Draw equal numbers outside of the loss."
             )
-
-
-def nested(jaxpr: Any) -> Iterator[Any]:
-    """Yield a jaxpr, and all jaxprs inside of its equations."""
-    yield jaxpr
-    for eqn in jaxprs.alive(jaxpr):
-        for inner in compat.inner_jaxprs(eqn):
-            yield from nested(inner)
 
 
 def check_args(args: tuple) -> None:

@@ -11,7 +11,6 @@ from jaxtyping import PyTree, Shaped
 
 from zerojax import names
 from zerojax.comm.collectives import Collectives
-from zerojax.compat import common_dtype
 from zerojax.layout.leaf import Leaf
 from zerojax.metrics import Mean, PerRow, Replicated, Sum, is_marker, unmarked
 from zerojax.optim.sharding_plan import ShardingPlan
@@ -41,7 +40,7 @@ def combine(view: View, aux: PyTree, weights: Array, total: Array | int) -> tupl
             raise TypeError(
                 f"aux{path} is {x.dtype}, which has no mean. If it is a count, mark it with zerojax.metrics.Sum."
             )
-        wide = x.astype(common_dtype(x.dtype, jnp.float32))
+        wide = at_least_float32(x)
         each = (weights.astype(wide.dtype) / total).reshape(-1, *[1] * (x.ndim - 1))
         # If the weight of a mean is 0, the mean itself may be 0/0.
         return comm.over_workers(lax.psum, jnp.where(each == 0, 0, each * wide).sum(0)).astype(x.dtype)
@@ -96,7 +95,7 @@ def mean_mutable(mutable: PyTree, comm: Collectives) -> Any:
     def mean(x):
         if not jnp.issubdtype(x.dtype, jnp.inexact):
             return x
-        return comm.over_workers(lax.pmean, x.astype(common_dtype(x.dtype, jnp.float32))).astype(x.dtype)
+        return comm.over_workers(lax.pmean, at_least_float32(x)).astype(x.dtype)
 
     return jax.tree.map(mean, mutable)
 

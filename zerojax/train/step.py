@@ -3,8 +3,6 @@
 `zerojax.train.attachments` lists the options whose code a step imports only if they are given.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools
@@ -27,7 +25,7 @@ if TYPE_CHECKING:
     from zerojax.train.fitting import MemoryFit
 
 
-def executor_of(program: StepProgram) -> Executor:
+def executor_of(program: StepProgram) -> "Executor":
     """Return the `Executor` that runs the step's programs. `Offload` and `memory=` decide which class it has."""
     offload, executor = program.config.offload, JittedStep(program)
     if offload is not None and offload.params == "disk":
@@ -45,7 +43,7 @@ def executor_of(program: StepProgram) -> Executor:
     return executor
 
 
-def guard_of(program: StepProgram, executor: Executor) -> Guard | None:
+def guard_of(program: StepProgram, executor: "Executor") -> "Guard | None":
     """Return the guard that watches the calls of a step, or None with one process and no `timeout=`."""
     if program.options.timeout is None and jax.process_count() == 1:
         return None
@@ -105,11 +103,11 @@ class Step:
         return Step, (self.config, self.program.loss, self.options)
 
     @functools.cached_property
-    def _guard(self) -> Guard | None:
+    def _guard(self) -> "Guard | None":
         # Not made in `__init__`, because a process may unpickle this step before JAX knows the devices.
         return guard_of(self.program, self._executor)
 
-    def under(self, config: Config) -> Step:
+    def under(self, config: Config) -> "Step":
         """Return a step with the same loss for `config`, which may have another mesh or stage.
 
         The options are the same, except that `memory=` is dropped, because it belongs to this step's mesh and stage.
@@ -121,7 +119,7 @@ class Step:
 
     def __call__(
         self, state: ZeroState, batch: Any = NO_BATCH, *args: Any, **keywords: Any
-    ) -> tuple[ZeroState, Metrics]:
+    ) -> "tuple[ZeroState, Metrics]":
         """Do one training step.
 
         The call does not wait until the devices have finished. On simulated devices, it first waits for the previous
@@ -178,7 +176,7 @@ class Step:
             event.result = metrics["loss"]
         return state, metrics
 
-    def _run(self, number: int, state: ZeroState, rows: Any, args: tuple) -> tuple[ZeroState, Metrics]:
+    def _run(self, number: int, state: ZeroState, rows: Any, args: tuple) -> "tuple[ZeroState, Metrics]":
         wait_if_simulated(self.config.mesh, state)
         try:
             with jax.profiler.StepTraceAnnotation("train", step_num=number):
@@ -231,7 +229,7 @@ class Step:
         """
         return self.trace(state, batch, *args, **keywords).lower()
 
-    def memory_fit(self, state: ZeroState, batch: Any = NO_BATCH, *args: Any, **keywords: Any) -> MemoryFit:
+    def memory_fit(self, state: ZeroState, batch: Any = NO_BATCH, *args: Any, **keywords: Any) -> "MemoryFit":
         """Return the compilations of a step with `memory=`, and the bytes that its blocks save.
 
         The arguments may be shapes. The first call with new shapes compiles the step.
