@@ -10,7 +10,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 
 from zerojax.budget.blocks import Blocks
 from zerojax.config import Config, check_count
+from zerojax.config.precision import Precision
 from zerojax.gather.working_set import WorkingSet
 from zerojax.gpus.devices import Device, Rates, Topology, absent_mesh, abstract_mesh
 from zerojax.inspect.hlo import memory_analysis, read
@@ -32,9 +33,6 @@ from zerojax.train.arguments import packed
 from zerojax.train.fitting import DoesNotFit, largest_share
 from zerojax.train.loss import Loss
 from zerojax.units import format_bytes, format_seconds
-
-if TYPE_CHECKING:
-    from zerojax.config.precision import Precision
 
 # If the model's layers differ, an estimated peak is too high, but by at most this share. So a candidate is compiled
 # unless its estimate exceeds the memory by more than this share.
@@ -72,7 +70,7 @@ class Candidate:
     seconds: float = math.inf
     verdict: str = ""
     memory: str | None = None
-    precision: "Precision | None" = None
+    precision: Precision | None = None
 
     @property
     def placement(self) -> str:
@@ -135,7 +133,7 @@ class SearchSpace:
     rows: Sequence[int] | None
     memory: int | None
     rates: Rates
-    precisions: "Sequence[Precision | None]" = (None,)
+    precisions: Sequence[Precision | None] = (None,)
     recompute: bool = False
     progress: bool = False
 
@@ -143,7 +141,7 @@ class SearchSpace:
         for count in self.rows or ():
             check_count("rows", count, "rows of the global batch", least=1)
         for one in self.precisions:
-            if one is not None and getattr(one, "argument", None) != "precision":
+            if not isinstance(one, Precision | None):
                 raise TypeError(f"precision is a Precision, such as Precision.bf16(), or several, not {one!r}.")
         if any(offload is not None and offload.params == "disk" for offload in self.offloads):
             raise NotImplementedError(MANY_PROGRAMS)
@@ -170,7 +168,7 @@ class SearchSpace:
             print(f"plan.fit: {text}", file=sys.stderr, flush=True)
 
     @property
-    def combinations(self) -> "list[tuple[int, Offload | None, Precision | None]]":
+    def combinations(self) -> list[tuple[int, Offload | None, Precision | None]]:
         """Return the valid combinations. Stage 0 has no offload, and only stage 3 offloads parameters."""
         return [
             (stage, offload, precision)
