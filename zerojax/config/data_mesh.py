@@ -43,9 +43,8 @@ class DataMesh:
         with_whole = lambda some: (*some, *(axis for axis in whole if axis not in some)) if some else ()
         params_axes, inner = with_whole(params_axes), with_whole(shard_axes) or axes
         inner = (*params_axes, *(axis for axis in inner if axis not in params_axes))
-        sharded = lambda first_stage: inner if stage >= first_stage else ()
         params = (params_axes or inner) if stage == 3 else ()
-        grads, opt_state = sharded(2), sharded(1)
+        grads, opt_state = (inner if stage >= first else () for first in (2, 1))
         return cls(tuple(sizes.items()), axes, params=params, grads=grads, opt_state=opt_state, experts=expert_axes)
 
     def size(self, axes: tuple[str, ...]) -> int:
