@@ -166,7 +166,7 @@ def reshaped(rows: RowDims, old: Sequence[int], new: Sequence[int], count: int) 
         found = _place_of(before, count, new) or _in_last_part(old, place, new, count)
         if found is None:
             return UNKNOWN
-        places.add(found)
+        places.add(dataclasses.replace(found, joined=place.joined and found.outer > 1))
     ends, uniform = {math.prod(old[:dim]): dim for dim in range(len(old)) if old[dim] > 1}, set()
     for dim, size in enumerate(new):
         before = ends.get(math.prod(new[:dim]))
