@@ -46,7 +46,7 @@ def check_batch(batch: PyTree, data: DataMesh, accumulate: int = 1) -> None:
         if shape[0] != first[1]:
             raise ValueError(
                 f"{name} has {shape[0]} rows, and {first[0]} has {first[1]}: rows would be paired wrongly. Give all "
-                f"leaves of a batch as many rows, such as [n, 2, ...] for what belongs to n pairs. Pass values that "
+                f"leaves of a batch as many rows: repeat what belongs to a pair for both of its rows. Pass values that "
                 f"belong to no row as further arguments, after the batch."
             )
         if shape[0] % parts:
