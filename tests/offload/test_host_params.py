@@ -215,5 +215,5 @@ def test_a_step_passes_parameters_on_within_host_memory():
 
 def test_a_state_of_parameters_on_the_device_is_refused():
     state = sharded(STATE).create(model_params())
-    with pytest.raises(ValueError, match=r"\(persist_below=64\), and the step .*=64, parameters on the host\)"):
+    with pytest.raises(ValueError, match=r"compute type\), and the step .*compute type, parameters on the host\)"):
         sharded(BOTH).train_step(scanned)(state, batch_of())
