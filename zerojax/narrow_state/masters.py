@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jaxtyping import Array
 
 from zerojax.config import Config
 from zerojax.layout.encoding import Encoding
@@ -16,9 +17,6 @@ from zerojax.layout.leaf import Leaf
 from zerojax.layout.tree import Layout
 from zerojax.narrow_state.encoded_state import encoded_leaf, may_encode
 from zerojax.narrow_state.rounding import first_encoded, narrow, nearest_bfloat16, round_to_bfloat16
-
-if TYPE_CHECKING:
-    from jaxtyping import Array
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,11 +22,9 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
+from jaxtyping import Array, Float, UInt
 
 from zerojax.layout.encoding import BY_BLOCK, Encoding
-
-if TYPE_CHECKING:
-    from jaxtyping import Array, Float, UInt
 
 SIGN = 0x80
 DROPPED = 20  # bits of a float32's mantissa that a code with 3 bits of mantissa does not have

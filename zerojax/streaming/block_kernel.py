@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jax.sharding import PartitionSpec
+from jaxtyping import Array
 
 from zerojax import compat
 from zerojax.comm.mesh import mapped
@@ -26,9 +27,6 @@ from zerojax.layout.leaf import Leaf
 from zerojax.narrow_state.rounding import EncodedBlocks
 from zerojax.streaming.chunk_programs import GroupInputs, ProgramKey, operands
 from zerojax.streaming.encoded_chunks import evaluated_blocks
-
-if TYPE_CHECKING:
-    from jaxtyping import Array
 
 ROWS = 8  # blocks per program of the grid. With blocks of 256, each of its 128 threads has 16 elements of an array
 MOST = 2**31  # the kernel's indices are integers of 32 bits

@@ -8,12 +8,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
+from jaxtyping import Array, Int
 
 from zerojax.comm.mesh import constrain, to_storage
 from zerojax.config import Config
@@ -27,9 +28,6 @@ from zerojax.optim.partition import UpdateGroup
 from zerojax.optim.sharding_plan import ShardingPlan
 from zerojax.optim.traced import CONST, GRAD, PARAM, SHARED, STATE, Equations
 from zerojax.placement.storage import gather, leaf_sharding, unpadded
-
-if TYPE_CHECKING:
-    from jaxtyping import Array, Int
 
 
 class GroupInputs(NamedTuple):

@@ -8,17 +8,15 @@ division, and vectorise nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax.numpy as jnp
+from jaxtyping import Array
 
 from zerojax.layout.encoding import Encoding
 from zerojax.narrow_state.rounding import RULES, EncodedBlocks, blocks_of, to_blocks, to_rows
 from zerojax.optim.equations import evaluate_as
 from zerojax.optim.traced import STATE
-
-if TYPE_CHECKING:
-    from jaxtyping import Array
 
 
 def updated_blocks(key: Any, values: Sequence[Array], shape: tuple[int, ...]) -> list[Array]:

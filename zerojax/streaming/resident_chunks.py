@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
+from jaxtyping import Array
 
 from zerojax.config import Config
 from zerojax.offload.chunked import slice_chunk
@@ -23,9 +24,6 @@ from zerojax.optim.traced import CONST, GRAD, SHARED
 from zerojax.optim.update import ResidentResults
 from zerojax.placement.storage import to_device
 from zerojax.streaming.chunk_programs import GroupInputs, ProgramKey, update_on_device, write_into_shards
-
-if TYPE_CHECKING:
-    from jaxtyping import Array
 
 
 def runs_kernels(mesh: Mesh) -> bool:
