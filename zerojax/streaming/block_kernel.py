@@ -19,7 +19,7 @@ from jax.experimental.pallas import triton
 from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
-from zerojax import compat
+from zerojax import compat, jaxprs
 from zerojax.comm.mesh import mapped
 from zerojax.config import Config
 from zerojax.layout.encoding import BY_BLOCK
@@ -45,22 +45,16 @@ def may_be_kernel(key: ProgramKey, inputs: GroupInputs) -> bool:
         not (first.unused or first.width & (first.width - 1))  # the lengths of Triton's arrays are powers of two
         and math.prod(key.params[0].local_shape) < MOST
         and all(jnp.shape(x) == () for x in (*inputs.shared, *inputs.consts))
-        and names_in(key.equations.jaxpr) <= COMPILED
+        # calls are inlined
+        and all(
+            eqn.primitive.name in COMPILED or compat.evaluated(eqn) is not None
+            for eqn in jaxprs.equations(key.equations.jaxpr)
+        )
     )
 
 
 def _encoding_of(key: ProgramKey) -> Any:
     return next(leaf.encoding for leaf in key.state if leaf.encoding)
-
-
-def names_in(jaxpr: Any) -> set[str]:
-    """Return the names of the primitives in a jaxpr, and in the bodies of its calls and conds."""
-    found = set()
-    for eqn in jaxpr.eqns:
-        bodies = [body] if (body := compat.evaluated(eqn)) is not None else eqn.params.get("branches", ())
-        found |= {eqn.primitive.name} if not bodies or "branches" in eqn.params else set()
-        found |= set().union(*(names_in(compat.opened(body)[0]) for body in bodies))
-    return found
 
 
 def updated_in_kernel(
