@@ -6,6 +6,7 @@ from, shard i.
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -231,13 +232,13 @@ def unstack_shards(stack: Shaped[Array, "shards elements"], leaf: Leaf) -> Shape
 def split(bucket: Shaped[Array, "*shards elements"], leaves: Sequence[Leaf]) -> list[Array]:
     """Split the last dim of a bucket into one array per leaf.
 
-    The barrier hides from XLA where each leaf begins, so XLA compiles one kernel for all leaves of one shape. Without
-    the barrier, XLA compiled one kernel per leaf, which took most of the compile time. The offsets are signed: with
-    unsigned ones, XLA ran no product during one of the backward pass's gathers (in docs/fit.md's model).
+    The barrier hides from XLA where each leaf begins, so XLA compiles one kernel for all leaves of one shape, and not
+    one per leaf, which took most of the compile time. The offsets are signed: with unsigned ones, XLA ran no product
+    during one of the backward pass's gathers (in docs/fit.md's model). JAX need not ask whether they are negative.
     """
     if len(leaves) == 1:
         return [bucket]
     sizes = [math.prod(leaf.local_shape) for leaf in leaves]
     starts = lax.optimization_barrier([jnp.int32(start) for start in itertools.accumulate(sizes[:-1], initial=0)])
-    slices = zip(starts, sizes, strict=True)
-    return [lax.dynamic_slice_in_dim(bucket, start, size, axis=bucket.ndim - 1) for start, size in slices]
+    cut = functools.partial(lax.dynamic_slice_in_dim, bucket, axis=bucket.ndim - 1, allow_negative_indices=False)
+    return list(map(cut, starts, sizes))
