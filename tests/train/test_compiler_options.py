@@ -10,7 +10,7 @@ from conftest import mesh_of
 import zerojax
 from zerojax import Offload, Tuning, zero_shard
 from zerojax.config import tuning
-from zerojax.config.tuning import OVERLAP
+from zerojax.config.tuning import OVERLAP, SMALL_KERNEL
 from zerojax.gpus.devices import absent_mesh
 
 BATCH = jnp.ones((8, 4))
@@ -96,3 +96,20 @@ def test_with_hybrid_sharding_two_collectives_run_at_once():
     assert chosen.hidden >= plain.hidden - 1e-3
     assert f"Compiled with the options {OVERLAP}=2" in str(chosen)
     assert "the options" not in str(plain)
+
+
+@aot
+@pytest.mark.slow
+def test_microbatches_on_more_than_32_gpus_compile():
+    """XLA of jax 0.12 would end the process: its kernel for small all-reduces cannot sum the loss of a microbatch."""
+
+    def begun(topology):
+        tx = zero_shard(optax.sgd(1e-2), stage=3, mesh=absent_mesh(topology), tuning=Tuning(persist_below=0))
+        return tx.train_step(loss, accumulate=2), tx.create({"w": jax.ShapeDtypeStruct((64, 8), jnp.float32)})
+
+    assert begun("h100:4x8")[0].compiler_options == {}
+    step, state = begun("h100:8x8")
+    assert step.compiler_options == ({SMALL_KERNEL: ""} if jax.__version_info__[:2] == (0, 12) else {})
+    found = zerojax.plan(step, state, jax.ShapeDtypeStruct((128, 64), jnp.float32), topology="h100:8x8")
+    sums = [one for one in found.collectives.of("all-reduce") if one.times == 2]
+    assert [array.shape for one in sums for array in one.arrays] == [()]

@@ -5,6 +5,8 @@ import os
 from collections.abc import Mapping
 from typing import Any, Literal
 
+import jax
+
 from zerojax.config.checks import check_count, check_flag, check_word
 from zerojax.config.config import BUCKET_BYTES, PERSIST_BELOW, Config
 from zerojax.config.data_mesh import resolve_axes
@@ -14,6 +16,9 @@ from zerojax.units import parse_bytes
 # option, XLA's scheduler may run both at once. `xla_gpu_memory_limit_slop_factor` is not set: a lower limit saves
 # memory, but XLA keeps within the limit by repeating matrix products, and not by another schedule.
 OVERLAP = "xla_gpu_experimental_parallel_collective_overlap_limit"
+# XLA of jax 0.12 ends the process when it compiles its kernel for small all-reduces for a scalar and more than 32 GPUs.
+# The sum of a microbatch's loss is such a scalar. With an empty list of kernels, NCCL computes small all-reduces.
+SMALL_KERNEL, MOST_OF_KERNEL = "xla_gpu_experimental_use_collective_kernels", 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,10 +100,14 @@ def unknown_option(function: str, name: str, value: Any) -> TypeError:
 
 def options_of_mesh(config: Config) -> Mapping[str, Any]:
     """Return the options with which a step is compiled if the user gives none. `XLA_FLAGS` has priority."""
-    data = config.data
-    is_hybrid = config.stage > 0 and 1 < data.size(data.across) < data.workers
-    matters = is_hybrid and is_gpu(config) and not config.params_on_disk
-    return {OVERLAP: 2} if matters and OVERLAP not in os.environ.get("XLA_FLAGS", "") else {}
+    if not is_gpu(config) or config.params_on_disk:
+        return {}
+    data, found = config.data, {}
+    if config.stage > 0 and 1 < data.size(data.across) < data.workers:
+        found[OVERLAP] = 2
+    if config.mesh.size > MOST_OF_KERNEL and jax.__version_info__[:2] == (0, 12):
+        found[SMALL_KERNEL] = ""
+    return {name: value for name, value in found.items() if name not in os.environ.get("XLA_FLAGS", "")}
 
 
 def is_gpu(config: Config) -> bool:

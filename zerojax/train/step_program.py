@@ -93,7 +93,8 @@ class StepProgram:
     @property
     def compiler_options(self) -> Mapping[str, Any]:
         """Return the options of XLA for the step's program. Updates of offloaded state have only `users_options`."""
-        if self.options.compiler_options != "auto" or not self.config.data.across:
+        needs_none = not self.config.data.across and self.config.mesh.size <= 32
+        if self.options.compiler_options != "auto" or needs_none:
             return self.options.users_options
         from zerojax.config.tuning import options_of_mesh
 
