@@ -279,7 +279,9 @@ def measure(run: Run, *, layers: int | None = None) -> dict:
         options["precision"] = Precision.bf16()
     tx = zero_shard(optax.adamw(3e-4), stage=3, mesh=mesh, **options)
     batch = jax.ShapeDtypeStruct((run.rows * mesh.size, run.tokens + 1), jnp.int32)
-    step = tx.train_step(loss, accumulate=run.accumulate, compiler_options=run.options or "auto")
+    step = tx.train_step(loss, accumulate=run.accumulate)
+    compiler_options = {**step.compiler_options, **run.options}
+    step = tx.train_step(loss, accumulate=run.accumulate, compiler_options=compiler_options)
     found = plan(step, tx.create(shapes), batch, topology=run.topology)
     took = time.perf_counter() - begin
     count = sum(x.size for x in jax.tree.leaves(shapes))
@@ -301,7 +303,7 @@ def measure(run: Run, *, layers: int | None = None) -> dict:
         "fits": found.fits,
         "host GB": gigabytes(found.host),
         "microbatches": run.accumulate,
-        "compiler options": run.options,
+        "compiler options": compiler_options,
         "memory GB": {part: gigabytes(size) for part, size in found.memory.items()},
         "passes": {kind: round(passes, 3) for kind, passes in moved.items()},
         "sent GB": gigabytes(found.sent),

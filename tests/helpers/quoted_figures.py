@@ -74,11 +74,12 @@ def kernels():
 
 LAST = (UNORDERED[1], S)
 (BUCKETS_U, SHARE_U), (BUCKETS_S, SHARE_S) = kernels()
+FAR = ways("aot_gpt_64")
+ON_64 = [FAR[style, "stage3"][key] for key in ("hidden", "all-in") for style in STYLES]
 IN_FLOAT32 = ways("aot_gpt_attention", "attention", "precision")["unrolled", "stage3", "cudnn", "bf16"]
 STAGE3 = [
     ("| 0 | #% | # |", percent(LATE[0], "hidden", "all-in")),
     ("| 1 | #% | # |", percent(U, "hidden", "all-in")),
-    ("With 128 MiB, which is a full layer, #% are hidden", percent(U, "hidden")),
     (
         "lengthens the gradient by # of # ms if the layers are unrolled, and by # of # ms if they are scanned",
         [row[key] for row in OURS for key in ("exposed ms", "step ms")],
@@ -92,6 +93,10 @@ STAGE3 = [
     (
         "kernels wait during #% and #% of the gradient's time, and without prefetch during #% and #%",
         [100 * row["waiting"] for row in OURS + LATE],
+    ),
+    (
+        "On 64 H200s in 8 hosts, #% (unrolled) and #% (scan) of the bytes are hidden, and a device needs # and # times",
+        [100 * x for x in ON_64[:2]] + ON_64[2:],
     ),
     ("In the scan, prefetch needs # MiB more memory", [S["temp MiB"] - LATE[1]["temp MiB"]]),
     ("without this option, #% of the bytes are hidden", percent(AOT["scan", "pipelined-uncombined", 0], "hidden")),
@@ -129,7 +134,7 @@ STAGE3 += [
 ]
 
 ACROSS = ("across", "waiting", "all-in")
-HYBRID = ways("hybrid") | ways("hybrid_scan")
+HYBRID = ways("hybrid")
 TENSOR = ways("tensor")
 HOSTS = [
     (
@@ -156,7 +161,7 @@ HOSTS += [
 WIRED = ways("wire_aot")
 CURVES = read("wire")
 WIRE = [
-    ("| without `wire=` | # | # |", [WIRED["scan", way]["sent across MiB"] for way in ("stage3", "inside")]),
+    ("| without `wire=` | # | # |", [HYBRID["scan", way]["sent across MiB"] for way in ("stage3", "inside")]),
     (
         '| `Wire(gather="int8", reduce="int4")` | # | # |',
         [WIRED["scan", way]["sent across MiB"] for way in ("wire", "wire-inside")],
@@ -360,6 +365,36 @@ DESIGN = [
     ),
 ]
 
+FP8_ROWS = ways("fp8", "size")
+OF_FP8 = ("passes", "hidden", "float8")
+FP8 = [
+    (
+        f"| {name} | bfloat16 | # | #% | | | | FP8 | # | #% | #% |",
+        [(1 if key == "passes" else 100) * row[key] for row, keys in rows for key in keys],
+    )
+    for name, size in (
+        ("1.3 billion parameters, width 2048", "gpu"),
+        ("GPT-3 13B: 40 layers, width 5120, 50257 tokens", "13B"),
+    )
+    for rows in [((FP8_ROWS["scan", "stage3", size], OF_FP8[:2]), (FP8_ROWS["scan", "fp8", size], OF_FP8))]
+]
+
+UPDATES = {tuple(row[x] for x in ("optimizer", "matrix_updates")): row for row in read("matrix_updates")["rows"]}
+MUON = [
+    (f'| `"{how}"`, {name} | # GB | # ms | # |', [row["sent GB"], row["products ms"], row["all-reduces"]])
+    for optimizer, how, name in (
+        ("muon", "sharded", "Muon for the embedding too (optax's default)"),
+        ("muon", "auto", "Muon for the embedding too"),
+        ("muon-hidden", "sharded", "embedding with Adam"),
+        ("muon-hidden", "auto", "embedding with Adam"),
+    )
+    for row in [UPDATES[optimizer, how]]
+]
+OF_SCAN = [UPDATES["muon-all", how][key] for how in ("auto", "sharded") for key in ("sent GB", "products ms")]
+MUON += [("the update with owners sends # GB and takes # ms. Without owners it sends # GB and takes # ms.", OF_SCAN)]
+HIDDEN = [UPDATES["muon-hidden", how][key] for key in ("sent GB", "products ms") for how in ("auto", "sharded")]
+DESIGN += [("the update with owners sends # GB instead of # GB, and its products take # ms instead of # ms", HIDDEN)]
+
 MODELS = read("remat_budget")["models"]
 FIT = [
     (
@@ -401,9 +436,11 @@ QUOTES = {
     "docs/design.md": DESIGN,
     "docs/experts.md": EXPERTS,
     "docs/fit.md": FIT,
+    "docs/fp8.md": FP8,
     "docs/gpu.md": GPU,
     "docs/hosts.md": HOSTS,
     "docs/long_context.md": LONG_CONTEXT,
+    "docs/muon.md": MUON,
     "docs/narrow_state.md": NARROW_STATE,
     "docs/offload.md": OFFLOAD,
     "docs/peers.md": PEERS_PAGE,

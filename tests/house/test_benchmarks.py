@@ -17,7 +17,7 @@ from quoted_figures import QUOTES, USED
 
 BENCHMARKS = pathlib.Path(__file__).parents[2] / "benchmarks"
 # Files whose figures no page quotes.
-NOT_QUOTED = {"aot_gpt_64", "checkpoint", "memory_fit", "step_scan", "step_unrolled", "step_views"}
+NOT_QUOTED = {"checkpoint", "memory_fit", "step_scan", "step_unrolled", "step_views"}
 
 
 @pytest.mark.parametrize("page", QUOTES)
