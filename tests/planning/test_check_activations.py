@@ -116,6 +116,20 @@ def test_a_sum_over_rows_that_were_lost_is_named(mesh):
     assert "all-reduced by the compiler" in found
 
 
+def test_products_of_all_rows_on_every_device_are_named_although_plain_jit_repeats_them(mesh):
+    """The rows are the inner factor of a merged dim, which the compiler cannot divide."""
+    merged = lambda p, pairs: row_major(p, jnp.swapaxes(pairs, 0, 1).reshape(-1, WIDTH))
+    tx, pairs = zero(mesh, 3), shape(2 * mesh.size, 2, WIDTH)
+    state = tx.create(LAYERS[:2])
+    found = check(tx.train_step(merged), state, pairs)
+    of_all_rows = 2 * (2 * 2 * mesh.size) * WIDTH**2
+    assert found.flops_formula == 5 * of_all_rows  # plain jit: two products forward and three backward, on all rows
+    assert "each device computes" in found.verdict
+    assert "its share is" in found.verdict
+    divided = lambda p, pairs: row_major(p, pairs.reshape(-1, WIDTH))
+    assert check(tx.train_step(divided), state, pairs).ok
+
+
 def test_independent_tables_are_gathered_one_after_the_other_or_named(mesh):
     names, rows = [f"t{i}" for i in range(6)], jax.ShapeDtypeStruct((8, 6), jnp.int32)
     apart = lambda p, ids: sum((p[name][ids[:, i]] ** 2).mean() for i, name in enumerate(names))

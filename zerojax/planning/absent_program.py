@@ -249,12 +249,12 @@ def plain_gradient(
     accumulated: frozenset[int] = frozenset(),
     mutable: Any = None,
 ) -> Any:
-    """Compile a loss's gradient by plain jit with replicated parameters, to measure the memory of activations.
+    """Trace a loss's gradient under plain jit with replicated parameters, to measure the memory of activations.
 
-    This memory is the temporary memory of the program. But XLA may keep activations in the buffer of a full gradient
-    that is not computed yet, and stage 3 has no such buffers. So the gradient of each parameter in `accumulated`
-    (indices) is added to an input, whose buffer XLA cannot reuse. The gradient of a stacked leaf needs no input: a loop
-    fills the gradient step by step, so its buffer is occupied throughout the loop.
+    This memory is the temporary memory of the compiled program. But XLA may keep activations in the buffer of a full
+    gradient that is not computed yet, and stage 3 has no such buffers. So the gradient of each parameter in
+    `accumulated` (indices) is added to an input, whose buffer XLA cannot reuse. The gradient of a stacked leaf needs no
+    input: a loop fills the gradient step by step, so its buffer is occupied throughout the loop.
 
     Leaves of `batch` without a sharding are replicated.
     """
@@ -276,8 +276,7 @@ def plain_gradient(
 
     buffers = {i: leaves[i] for i in differentiated if i in accumulated}
     values = [leaves[i] for i in differentiated]
-    traced = jax.jit(gradient, donate_argnums=0).trace(buffers, values, leaves, mutable, batch, *args)
-    return lowered(traced, mesh).compile()
+    return jax.jit(gradient, donate_argnums=0).trace(buffers, values, leaves, mutable, batch, *args)
 
 
 @contextlib.contextmanager

@@ -31,6 +31,7 @@ from zerojax.units import format_bytes, format_flops
 MOST_CAUSES = 5
 # Tolerances of the contract: an excess within them is not a finding.
 MEMORY_SLACK, VOLUME_SLACK, FLOPS_SLACK, LEAST_HIDDEN = 1.10, 1.02, 1.02, 0.95
+MOST_SHARES = 2  # a device may compute this many times its share: products of weights have no rows
 REDUCTIONS = ("all-reduce", "reduce-scatter")
 # Likely reasons why the compiler added a collective, by kind. Collectives of zerojax have labels that say the reason.
 WHY = {
@@ -327,6 +328,12 @@ def memory_findings(peak: int, floor: int, contract: Contract, gathers: Iterable
 def flops_findings(flops: int, contract: Contract) -> Iterator[str]:
     if flops > FLOPS_SLACK * contract.flops:
         yield f"{(flops - contract.flops) / 1e6:,.1f} MFLOP of products are computed beyond plain jit's"
+    if contract.share is not None and flops > MOST_SHARES * contract.share:
+        yield (
+            f"each device computes {format_flops(flops)} of products, and its share is {format_flops(contract.share)}: "
+            "the compiler does not divide the rows of all products, under plain jit, too, because it cannot tell which "
+            f"dim holds them. {IN_GLOBAL_VIEW}."
+        )
 
 
 def volume_findings(verb: str, elements: int, formula: int, which: Sequence[CollectivePiece]) -> Iterator[str]:

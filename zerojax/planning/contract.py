@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from zerojax import jaxprs
+from zerojax.budget.graph import flops_of
 from zerojax.comm.quantised import codec_of
 from zerojax.comm.typed import TypedLoss
 from zerojax.config import Config
@@ -22,8 +24,9 @@ from zerojax.inspect.roofline import kernels, product_flops
 from zerojax.layout.leaf import Leaf
 from zerojax.optim.sharding_plan import ShardingPlan
 from zerojax.optim.wrapped import wrapped_tx
-from zerojax.planning.absent_program import abstract, plain_gradient, program_of, rows_of, shape_of
+from zerojax.planning.absent_program import abstract, lowered, plain_gradient, program_of, rows_of, shape_of
 from zerojax.planning.stage_bytes import backward_bytes
+from zerojax.primitives import Kind
 from zerojax.train.state import ZeroState
 from zerojax.train.step import Step
 
@@ -42,6 +45,7 @@ class Contract:
     # If this is False, a sum over rows cannot be divided over the devices.
     is_even: bool
     flops: int  # FLOPs of a device's matrix products
+    share: int | None  # FLOPs of a device, if the devices divide the rows of every product; None if not known
     plain: Module  # the program of plain jit
     times: int  # how often a step computes the gradient that `plain` computes once
     update: bool  # whether the update may move any number of bytes, because it has products without owners
@@ -59,12 +63,13 @@ def contract_of(step: Step, state: ZeroState, batch: Any, args: tuple) -> Contra
     rows = batch if accumulate == 1 else jax.tree.map(microbatch, batch)
     typed = TypedLoss(config, layout, loss)
     try:
-        plain = plain_gradient(layout, typed, rows, args, mesh=config.mesh, mutable=mutable)
+        traced = plain_gradient(layout, typed, rows, args, mesh=config.mesh, mutable=mutable)
     except NameError as error:
         raise ValueError(
             "The loss function names a mesh axis, as in lax.pmean. check compares it with plain jit, which has no mesh "
             "axes. Check it without that collective."
         ) from error
+    plain = lowered(traced, config.mesh).compile()
     trained = [leaf for leaf in layout.trained_only().params if is_float_leaf(leaf)]
     program = program_of(config, layout, loss, rows, args, mutable)
     temporary = memory_analysis(plain).temp_size_in_bytes + 3 * program.layer
@@ -73,6 +78,8 @@ def contract_of(step: Step, state: ZeroState, batch: Any, args: tuple) -> Contra
     compiled = plain_update(plan, config)
     products = sum(product_flops(kernels(read(compiled))).values())
     flops = accumulate * flops + products
+    share = share_of(traced.jaxpr.jaxpr, config.data.workers)
+    share = None if share is None else accumulate * share + products
     analysis = plan.analysis(config)
     update = bool(products) and not (analysis.has_owners and not analysis.owned.left)
     of_update = 2 * sum(grad.local_bytes for grad in plan.grads)
@@ -90,6 +97,7 @@ def contract_of(step: Step, state: ZeroState, batch: Any, args: tuple) -> Contra
         sizes=frozenset(size for leaf in trained for size in (leaf.size, math.prod(leaf.shape[1:]))),
         is_even=count is None or count % config.data.workers == 0,
         flops=flops,
+        share=share,
         plain=plain_module,
         times=accumulate,
         update=update,
@@ -99,6 +107,18 @@ def contract_of(step: Step, state: ZeroState, batch: Any, args: tuple) -> Contra
 
 def is_float_leaf(leaf: Leaf) -> bool:
     return jnp.issubdtype(leaf.dtype, jnp.inexact)
+
+
+def share_of(jaxpr: Any, workers: int) -> int | None:
+    """Return one worker's share of the FLOPs of a jaxpr, or None if some of its operations cannot be counted."""
+
+    def is_unknown(eqn) -> bool:
+        facts = jaxprs.facts(eqn)
+        unknown = facts.kind is Kind.SHARD_MAP or facts.is_opaque
+        return unknown or eqn.primitive.name in ("ragged_dot_general", "while")
+
+    unknown = any(map(is_unknown, jaxprs.equations(jaxpr)))
+    return None if unknown else sum(map(flops_of, jaxpr.eqns)) // workers
 
 
 def size_of(leaf: Leaf, config: Config) -> int:

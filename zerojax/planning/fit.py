@@ -26,7 +26,15 @@ from zerojax.inspect.roofline import Kernel, kernels, product_flops
 from zerojax.layout.tree import Layout
 from zerojax.offload.options import Offload
 from zerojax.optim.sharding_plan import make_plan
-from zerojax.planning.absent_program import MANY_PROGRAMS, abstract, kernels_for, plain_gradient, program_of, with_rows
+from zerojax.planning.absent_program import (
+    MANY_PROGRAMS,
+    abstract,
+    kernels_for,
+    lowered,
+    plain_gradient,
+    program_of,
+    with_rows,
+)
 from zerojax.planning.compiled_plan import Plan
 from zerojax.planning.stage_bytes import StageEstimate, estimate_stage, sent_bytes
 from zerojax.train.arguments import packed
@@ -240,7 +248,8 @@ class PlainGradient:
                 blocks = Blocks() if self._recompute else None
                 fn = self.loss.fn if blocks is None else blocks.rematerialised(self.loss.fn, 0.0)
                 loss = dataclasses.replace(self.loss, fn=fn)
-                compiled = plain_gradient(layout, loss, rows, self.args, mesh=self._mesh, accumulated=accumulated)
+                plain = plain_gradient(layout, loss, rows, self.args, mesh=self._mesh, accumulated=accumulated)
+                compiled = lowered(plain, self._mesh).compile()
                 row_bytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in types)
                 temporary = memory_analysis(compiled).temp_size_in_bytes
                 self._costs[key] = GradientCost(temporary + row_bytes, 0, tuple(kernels(read(compiled))), blocks)
