@@ -80,6 +80,7 @@ IN_FLOAT32 = ways("aot_gpt_attention", "attention", "precision")["unrolled", "st
 STAGE3 = [
     ("| 0 | #% | # |", percent(LATE[0], "hidden", "all-in")),
     ("| 1 | #% | # |", percent(U, "hidden", "all-in")),
+    ("| 2 | #% | # |", percent(AOT["unrolled", "stage3", 2], "hidden", "all-in")),
     (
         "lengthens the gradient by # of # ms if the layers are unrolled, and by # of # ms if they are scanned",
         [row[key] for row in OURS for key in ("exposed ms", "step ms")],
