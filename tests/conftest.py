@@ -81,10 +81,10 @@ def optimized():
     jax.config.update("jax_disable_most_optimizations", True)
 
 
-# By default, a part of a grid's cases runs, and three of each slow test's. `ZEROJAX_GRIDS=all` runs every case, and
+# By default, a part of a grid's cases runs, and two of each slow test's. `ZEROJAX_GRIDS=all` runs every case, and
 # `ZEROJAX_GRIDS=few` one of each slow test's.
 ALL_CASES = os.environ.get("ZEROJAX_GRIDS") == "all"
-SLOW_CASES = 1 if os.environ.get("ZEROJAX_GRIDS") == "few" else 3
+SLOW_CASES = 1 if os.environ.get("ZEROJAX_GRIDS") == "few" else 2
 
 
 def covering(cases):

@@ -31,6 +31,7 @@ def executed(name, folder):
     """A notebook, run in a folder by a kernel that knows nothing of what the tests set, or the user of Jupyter."""
     given = {key: x for key, x in os.environ.items() if not key.startswith(SET_BY_TESTS)}
     environment = given | {"IPYTHONDIR": str(folder), "PYTHONPATH": f"{ROOT}:{ROOT / 'notebooks'}"}
+    environment["XLA_FLAGS"] = "--xla_gpu_autotune_level=0"  # compiles faster, and changes no stored figure
     notebook = copy.deepcopy(nbformat.read(path_of(name), as_version=4))
     resources = {"metadata": {"path": str(folder)}}
     NotebookClient(notebook, timeout=900, coalesce_streams=True, record_timing=False, resources=resources).execute(
