@@ -133,6 +133,7 @@ STAGE3 += [
     (f"| {name} | # | # |", [COMPILED[style, f"{name} gradient"] for style in STYLES])
     for name in ("stage 3", "pipelined", "rules", "gathered", "gspmd")
 ]
+STAGE3.append(("| stage 3, a whole step | # | # |", [COMPILED[style, "stage 3 step"] for style in STYLES]))
 
 ACROSS = ("across", "waiting", "all-in")
 HYBRID = ways("hybrid")
