@@ -328,7 +328,7 @@ def memory_findings(peak: int, floor: int, contract: Contract, gathers: Iterable
 def flops_findings(flops: int, contract: Contract) -> Iterator[str]:
     if flops > FLOPS_SLACK * contract.flops:
         yield f"{(flops - contract.flops) / 1e6:,.1f} MFLOP of products are computed beyond plain jit's"
-    if contract.share is not None and flops > MOST_SHARES * contract.share:
+    if contract.share is not None and min(flops, contract.flops) > MOST_SHARES * contract.share:
         yield (
             f"each device computes {format_flops(flops)} of products, and its share is {format_flops(contract.share)}: "
             "the compiler does not divide the rows of all products, under plain jit, too, because it cannot tell which "
